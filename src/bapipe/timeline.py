@@ -1,0 +1,187 @@
+"""Timeline: actions with start and end. A simulation predicts one, a run records one; this code measures both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapipe.schedule.actions import Kind
+
+__all__ = ["Timeline", "Transfers"]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def _no_ints() -> Ints:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Transfers:
+    """What crossed between ranks: one entry per activation or error sent."""
+
+    source: Ints
+    """index of the action that made it"""
+    to_rank: Ints
+    start: Floats
+    arrival: Floats
+
+    @classmethod
+    def none(cls) -> Transfers:
+        return cls(source=_no_ints(), to_rank=_no_ints(), start=np.zeros(0), arrival=np.zeros(0))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timeline:
+    """Every action with its rank, lane, start and end, in seconds from the start of the mini-batch."""
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    kinds: Ints
+    stages: Ints
+    microbatches: Ints
+    ranks: Ints
+    lanes: Ints
+    """0 for a rank's first lane, 1 for its second…"""
+    start: Floats
+    end: Floats
+    work: Floats
+    """time the action needs with its rank to itself; less than end − start where lanes share a rank"""
+    transfers: Transfers
+    period: float | None = None
+    """steady time per mini-batch of a pipeline that never flushes; None for one that does"""
+
+    @property
+    def makespan(self) -> float:
+        """From the start of the mini-batch to the end of its last action."""
+        return float(self.end.max()) if len(self.end) else 0.0
+
+    @property
+    def time(self) -> float:
+        """The makespan, or M steady periods where the pipeline never flushes."""
+        return self.makespan if self.period is None else self.num_microbatches * self.period
+
+    def spans(self) -> list[float]:
+        """Each rank's time from its first start to its last end."""
+        return [
+            float(self.end[own].max() - self.start[own].min()) if own.any() else 0.0
+            for own in (self.ranks == rank for rank in range(self.num_ranks))
+        ]
+
+    def busy(self) -> list[float]:
+        """Each rank's time at work; all-reduce is communication and does not count."""
+        counted = np.where(self.kinds == Kind.A, 0.0, self.work)
+        return [float(total) for total in np.bincount(self.ranks, counted, minlength=self.num_ranks)]
+
+    @property
+    def bubble(self) -> float:
+        """1 − Σ busy / (ranks · time)."""
+        time = self.time
+        return 1.0 - sum(self.busy()) / (self.num_ranks * time) if time > 0 else 0.0
+
+    def exposed_communication(self) -> list[float]:
+        """Each rank's idle time in which the input of its next action was on a link.
+
+        That is the part of the gap before an action that lies between the end of the compute that made its
+        input and the input's arrival.
+        """
+        exposed = np.zeros(self.num_ranks)
+        if not len(self.transfers):
+            return [0.0] * self.num_ranks
+        consumers = self._consumers()
+        known = consumers >= 0
+        consumer, source = consumers[known], self.transfers.source[known]
+        arrival = self.transfers.arrival[known]
+        before = self._previous_end()[consumer]
+        idle_from = np.maximum(before, self.end[source])
+        waited = np.minimum(self.start[consumer], arrival) - idle_from
+        np.add.at(exposed, self.ranks[consumer], np.maximum(waited, 0.0))
+        return [float(value) for value in exposed]
+
+    def _consumers(self) -> Ints:
+        """For each transfer the action that it feeds (F of the next stage, B or I of the previous), or -1."""
+        table = np.full((2, self.num_stages + 2, max(1, self.num_microbatches)), -1, np.int64)
+        index = np.arange(len(self.kinds))
+        for backward, kinds in ((0, (Kind.F,)), (1, (Kind.B, Kind.I))):
+            own = np.isin(self.kinds, kinds)
+            table[backward, self.stages[own] + 1, self.microbatches[own]] = index[own]
+        source = self.transfers.source
+        backward = (self.kinds[source] != Kind.F).astype(np.int64)
+        stage = self.stages[source] + 1 + np.where(backward == 1, -1, 1)
+        found: Ints = table[backward, stage, self.microbatches[source]]
+        return found
+
+    def _previous_end(self) -> Floats:
+        """End of the action before each one on its lane; 0 for the first."""
+        order = np.lexsort((self.start, self.lanes, self.ranks))
+        previous = np.zeros(len(order))
+        same = (self.ranks[order][1:] == self.ranks[order][:-1]) & (
+            self.lanes[order][1:] == self.lanes[order][:-1]
+        )
+        previous[order[1:]] = np.where(same, self.end[order[:-1]], 0.0)
+        return previous
+
+    def peak_live(self) -> list[int]:
+        """Most micro-batches live at each stage at once, all replicas together (F start to B or W end)."""
+        return [int(peak) for peak in self._peaks(np.ones(self.num_stages))]
+
+    def peak_features(self) -> list[float]:
+        """Most features live on each rank, in micro-batches of the rank's whole share of the model."""
+        shares = np.zeros(self.num_ranks)
+        pairs = {(int(rank), int(stage)) for rank, stage in zip(self.ranks, self.stages, strict=True)}
+        for rank, _ in pairs:
+            shares[rank] += 1
+        size = [1.0] * self.num_stages
+        return [
+            float(peak) / max(1.0, shares[rank]) for rank, peak in enumerate(self.peak_bytes_by_rank(size))
+        ]
+
+    def peak_bytes_by_rank(self, stash: list[float], kept: list[float] | None = None) -> list[float]:
+        """Most bytes of features live on each rank, given each stage's stash per micro-batch.
+
+        A stage that recomputes holds only `kept` (its input) between F and R.
+        """
+        times, steps, _, ranks = self._steps(np.asarray(stash, float), kept)
+        return _running_peak(times, steps, ranks, self.num_ranks)
+
+    def _peaks(self, size: Floats) -> list[float]:
+        times, steps, stages, _ = self._steps(size, list(size))
+        return _running_peak(times, steps, stages, self.num_stages)
+
+    def _steps(self, stash: Floats, kept: list[float] | None) -> tuple[Floats, Floats, Ints, Ints]:
+        """Every growth and release of live features: times, byte steps, stages and ranks."""
+        recomputed = np.zeros(self.num_stages, bool)
+        recomputed[self.stages[self.kinds == Kind.R]] = True
+        split = bool((self.kinds == Kind.W).any())
+        held = np.where(recomputed, stash if kept is None else np.asarray(kept, float), stash)
+        forward, again = self.kinds == Kind.F, self.kinds == Kind.R
+        release = self.kinds == (Kind.W if split else Kind.B)
+        times = np.concatenate([self.start[forward], self.start[again], self.end[release]])
+        stages = np.concatenate([self.stages[forward], self.stages[again], self.stages[release]])
+        ranks = np.concatenate([self.ranks[forward], self.ranks[again], self.ranks[release]])
+        steps = np.concatenate(
+            [
+                held[self.stages[forward]],
+                (stash - held)[self.stages[again]],
+                -stash[self.stages[release]],
+            ]
+        )
+        return times, steps, stages, ranks
+
+
+def _running_peak(times: Floats, steps: Floats, groups: Ints, count: int) -> list[float]:
+    """Largest running sum of each group's steps in the order of time; at equal times releases come first."""
+    order = np.lexsort((steps, times, groups))
+    groups, steps = groups[order], steps[order]
+    peaks = []
+    for group in range(count):
+        low, high = np.searchsorted(groups, (group, group + 1))
+        peaks.append(float(max(0.0, np.cumsum(steps[low:high]).max())) if high > low else 0.0)
+    return peaks

@@ -1,0 +1,118 @@
+"""Quantities as people write them. Inside BaPipe everything is seconds, bytes, bytes/s and FLOP/s.
+
+GB = 10^9 bytes, GiB = 2^30 bytes; "Gb" with a small b is bits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from bapipe.errors import BaPipeError
+
+__all__ = [
+    "format_bandwidth",
+    "format_bytes",
+    "format_seconds",
+    "parse_bandwidth",
+    "parse_bytes",
+    "parse_flops",
+    "parse_seconds",
+]
+
+_PREFIX = {
+    "": 1.0,
+    "k": 1e3,
+    "K": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "P": 1e15,
+    "Ki": 2.0**10,
+    "Mi": 2.0**20,
+    "Gi": 2.0**30,
+    "Ti": 2.0**40,
+}
+_NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
+_BYTES = re.compile(_NUMBER + r"([kKMGTP]i?)?(B|b|bit|bytes?)?\s*")
+_BANDWIDTH = re.compile(_NUMBER + r"([kKMGTP]i?)?(B|b|bit)(?:/s|ps)\s*")
+_FLOPS = re.compile(_NUMBER + r"([kKMGTP])?(?:FLOPS?|FLOP/s|flops?)?\s*")
+_SECONDS = re.compile(_NUMBER + r"(s|ms|us|µs|ns|min|h)?\s*")
+_SECOND_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+
+
+def _plain(value: str | float, *, what: str) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise BaPipeError(f"{what} must be a finite number of at least 0, got {value}")
+    return number
+
+
+def parse_bytes(value: str | float, *, what: str = "a size") -> float:
+    """Bytes of "16 GB", "512MiB" or a plain number of bytes."""
+    number = _plain(value, what=what)
+    if number is not None:
+        return number
+    match = _BYTES.fullmatch(str(value))
+    if not match:
+        raise BaPipeError(f"{what} must look like '16 GB' or '512 MiB', got '{str(value)[:60]}'")
+    bits = match[3] in ("b", "bit")
+    return float(match[1]) * _PREFIX[match[2] or ""] / (8 if bits else 1)
+
+
+def parse_bandwidth(value: str | float, *, what: str = "a bandwidth") -> float:
+    """Bytes per second of "12 GB/s", "250 Gb/s", "10 Gbps" or a plain number of bytes per second."""
+    number = _plain(value, what=what)
+    if number is not None:
+        return number
+    match = _BANDWIDTH.fullmatch(str(value))
+    if not match:
+        raise BaPipeError(f"{what} must look like '12 GB/s' or '250 Gb/s', got '{str(value)[:60]}'")
+    return float(match[1]) * _PREFIX[match[2] or ""] / (1 if match[3] == "B" else 8)
+
+
+def parse_flops(value: str | float, *, what: str = "a compute rate") -> float:
+    """FLOP/s of "15.7 TFLOPS" or a plain number of FLOP/s."""
+    number = _plain(value, what=what)
+    if number is not None:
+        return number
+    match = _FLOPS.fullmatch(str(value))
+    if not match:
+        raise BaPipeError(f"{what} must look like '15.7 TFLOPS', got '{str(value)[:60]}'")
+    return float(match[1]) * _PREFIX[match[2] or ""]
+
+
+def parse_seconds(value: str | float, *, what: str = "a time") -> float:
+    """Seconds of "5 us", "1.5 ms" or a plain number of seconds."""
+    number = _plain(value, what=what)
+    if number is not None:
+        return number
+    match = _SECONDS.fullmatch(str(value))
+    if not match:
+        raise BaPipeError(f"{what} must look like '5 us' or '1.5 ms', got '{str(value)[:60]}'")
+    return float(match[1]) * _SECOND_UNITS[match[2] or "s"]
+
+
+def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
+    for factor, suffix in steps:
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {suffix}"
+    factor, suffix = steps[-1]
+    return f"{value / factor:.3g} {suffix}"
+
+
+def format_bytes(value: float) -> str:
+    """1.6e10 -> '16 GB'."""
+    return _scaled(value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
+
+
+def format_bandwidth(value: float) -> str:
+    """1.2e10 -> '12 GB/s'."""
+    return format_bytes(value) + "/s"
+
+
+def format_seconds(value: float) -> str:
+    """0.0153 -> '15.3 ms'."""
+    return _scaled(value, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")))

@@ -178,7 +178,7 @@ def numba_available() -> bool:
 def _compiled() -> Callable[..., int]:
     import numba
 
-    return numba.njit(cache=True)(_kernel)  # type: ignore[no-any-return]
+    return numba.njit(cache=True)(_kernel)
 
 
 def time_tasks(

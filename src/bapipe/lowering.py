@@ -185,9 +185,7 @@ def _cap_edges(schedule: Schedule, where: dict[Kind, Ints]) -> tuple[Ints, Ints]
     return np.concatenate(sources), np.concatenate(targets)
 
 
-def _update_edges(
-    schedule: Schedule, kinds: Ints, stages: Ints, ranks: Ints
-) -> list[tuple[Ints, Ints]]:
+def _update_edges(schedule: Schedule, kinds: Ints, stages: Ints, ranks: Ints) -> list[tuple[Ints, Ints]]:
     """Every replica's last gradient -> every replica's all-reduce -> that replica's update."""
     reduces = np.flatnonzero(kinds == Kind.A)
     updates = np.flatnonzero(kinds == Kind.U)

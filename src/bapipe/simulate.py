@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,9 +75,7 @@ class Costs:
             send_backward=_spread(back, num_stages - 1, "transfer time", "link"),
             input_gradient=tuple(b - w for b, w in zip(backwards, weights, strict=True)),
             weight_gradient=weights,
-            recompute=forwards
-            if recompute is None
-            else _spread(recompute, num_stages, "recompute time", "stage"),
+            recompute=forwards if recompute is None else _spread(recompute, num_stages, "recompute time", "stage"),
             all_reduce=_spread(all_reduce, num_stages, "all-reduce time", "stage"),
             update=_spread(update, num_stages, "update time", "stage"),
         )
@@ -155,9 +154,7 @@ def simulate(
     `lowered` saves lowering again a schedule that is simulated often with different costs.
     """
     if costs.num_stages != schedule.num_stages:
-        raise BaPipeError(
-            f"the schedule has {schedule.num_stages} stages but the costs are of {costs.num_stages}"
-        )
+        raise BaPipeError(f"the schedule has {schedule.num_stages} stages but the costs are of {costs.num_stages}")
     network = network or Network()
     if lowered is None:
         blocking = network.sending == "blocking"
@@ -266,7 +263,7 @@ def _lockstep(schedule: Schedule, costs: Costs, lowered: Lowered, network: Netwo
 def _deadlock(lowered: Lowered, times: TaskTimes) -> DeadlockError:
     waiting = []
     starts = lowered.graph.lane_start
-    for low, high in zip(starts[:-1], starts[1:], strict=True):
+    for low, high in itertools.pairwise(starts):
         stuck = next((task for task in range(int(low), int(high)) if np.isnan(times.start[task])), None)
         if stuck is not None and lowered.kinds[stuck] <= Kind.U:
             microbatch = int(lowered.microbatches[stuck])

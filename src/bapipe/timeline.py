@@ -1,4 +1,4 @@
-"""Timeline: actions with start and end. A simulation predicts one, a run records one; this code measures both."""
+"""Timeline: actions with start and end. A simulation predicts one, a run records one; both are measured here."""
 
 from __future__ import annotations
 
@@ -139,9 +139,7 @@ class Timeline:
         for rank, _ in pairs:
             shares[rank] += 1
         size = [1.0] * self.num_stages
-        return [
-            float(peak) / max(1.0, shares[rank]) for rank, peak in enumerate(self.peak_bytes_by_rank(size))
-        ]
+        return [float(peak) / max(1.0, shares[rank]) for rank, peak in enumerate(self.peak_bytes_by_rank(size))]
 
     def peak_bytes_by_rank(self, stash: list[float], kept: list[float] | None = None) -> list[float]:
         """Most bytes of features live on each rank, given each stage's stash per micro-batch.

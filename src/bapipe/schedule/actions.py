@@ -13,7 +13,7 @@ import enum
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,22 +155,3 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The (virtual) stages that live on this rank."""
         return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values; `bapipe.schedule.files` reads them back."""
-        return {
-            "schema": "bapipe.schedule/1",
-            "name": self.name,
-            "stages": self.num_stages,
-            "microbatches": self.num_microbatches,
-            "placement": [list(ranks) for ranks in self.placement],
-            "caps": None if self.caps is None else list(self.caps),
-            "sending": self.sending,
-            "concurrency": self.concurrency,
-            "weight_versions": None if self.weight_versions is None else list(self.weight_versions),
-            "flushes": self.flushes,
-            "lanes": [
-                {"rank": lane.rank, "name": lane.name, "actions": [str(action) for action in lane]}
-                for lane in self.lanes
-            ],
-        }

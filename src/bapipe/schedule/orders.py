@@ -339,7 +339,7 @@ def with_update(schedule: Schedule) -> Schedule:
 
 def _replace(schedule: Schedule, **changes: object) -> Schedule:
     fields = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-    return Schedule(**{**fields, **changes})  # type: ignore[arg-type]
+    return Schedule(**{**fields, **changes})
 
 
 SCHEDULES: dict[str, Generator] = {
@@ -402,5 +402,3 @@ def _caps_behind(replicas: Sequence[int]) -> list[int]:
 def _refuse_replicas(name: str, replicas: Sequence[int] | None) -> None:
     if replicas is not None and max(replicas) > 1:
         raise BaPipeError(f"{name} runs without replicated stages; drop --replicas or choose a 1f1b schedule")
-
-

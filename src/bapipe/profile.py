@@ -1,0 +1,197 @@
+"""Profile: what every layer costs, per accelerator type and micro-batch size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapipe.errors import BaPipeError, nearest
+from bapipe.files import content_hash, dump_json, read_versioned, write_text
+from bapipe.model import ModelRef, Split
+
+__all__ = [
+    "PROFILE_SCHEMA",
+    "CostTable",
+    "LayerCosts",
+    "Profile",
+    "ProfiledLayer",
+    "read_profile",
+    "write_profile",
+]
+
+PROFILE_SCHEMA = "bapipe.profile/1"
+Source = Literal["measured", "analytic", "simulated", "hand-written"]
+Floats = NDArray[np.float64]
+Rows = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledLayer:
+    """What does not depend on accelerator or micro-batch size."""
+
+    name: str
+    parameters: int
+    weight_bytes: float
+    split: Split | None = None
+    shares_weights_with: str | None = None
+    """the layer that holds the same parameters (tied weights)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Costs on one accelerator type: one row per micro-batch size, one column per layer."""
+
+    source: Source
+    description: str
+    """the machine, or the model and constants that the figures come from"""
+    microbatches: tuple[int, ...]
+    """sizes, increasing"""
+    forward: Rows
+    """seconds"""
+    backward: Rows
+    """seconds, input and weight gradient together"""
+    boundary_forward: Rows
+    """bytes that cross a cut after the layer, skip values included"""
+    boundary_backward: Rows
+    stash: Rows
+    """bytes that backward keeps alive per micro-batch"""
+    update: tuple[float, ...]
+    """seconds of the optimizer step, one per layer"""
+    weight_gradient: Rows | None = None
+    """seconds of the weight gradient alone; None: half of the backward"""
+    workspace: tuple[float, ...] | None = None
+    """bytes that the largest layer needs for a moment, one per micro-batch size"""
+    not_fitting: tuple[int, ...] = ()
+    """sizes that ran out of memory when measured"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerCosts:
+    """Costs at one micro-batch size on one accelerator type, one entry per layer."""
+
+    microbatch: int
+    forward: Floats
+    backward: Floats
+    weight_gradient: Floats
+    boundary_forward: Floats
+    boundary_backward: Floats
+    stash: Floats
+    update: Floats
+    workspace: float
+    source: Source
+    interpolated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Measured or computed cost of every layer of one model."""
+
+    schema: str = PROFILE_SCHEMA
+    model: ModelRef
+    dtype: str
+    layers: tuple[ProfiledLayer, ...]
+    accelerators: dict[str, CostTable] = field(default_factory=dict)
+    """by accelerator type"""
+    input_bytes: float = 0.0
+    """bytes of one sample into the first layer"""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise BaPipeError(f"the profile of {self.model.name} has no layers; profile the model again")
+        for layer in self.layers:
+            _require(
+                layer.weight_bytes >= 0 and layer.parameters >= 0, f"layer '{layer.name}'", "weights", "negative"
+            )
+        for name, table in self.accelerators.items():
+            self._check_table(name, table)
+
+    def _check_table(self, name: str, table: CostTable) -> None:
+        sizes = table.microbatches
+        where = f"accelerator '{name}'"
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+            raise BaPipeError(
+                f"{where}: microbatches must be increasing sizes of at least 1, got {list(sizes)[:8]}"
+            )
+        for field_name in (
+            "forward", "backward", "boundary_forward", "boundary_backward", "stash", "weight_gradient",
+        ):  # fmt: skip
+            rows = getattr(table, field_name)
+            if rows is None:
+                continue
+            _require(len(rows) == len(sizes), where, field_name, f"{len(rows)} rows for {len(sizes)} sizes")
+            for size, row in zip(sizes, rows, strict=True):
+                got = f"{len(row)} values for {len(self.layers)} layers at micro-batch {size}"
+                _require(len(row) == len(self.layers), where, field_name, got)
+                for layer, value in zip(self.layers, row, strict=True):
+                    _require(value >= 0, where, field_name, f"{value:g} for layer '{layer.name[:60]}'")
+        _require(len(table.update) == len(self.layers), where, "update", f"{len(table.update)} values")
+        _require(min(table.update, default=0.0) >= 0, where, "update", "a negative time")
+
+    @property
+    def weight_bytes(self) -> Floats:
+        """Per layer; a shared weight counts where it stands first."""
+        return np.array([0.0 if layer.shares_weights_with else layer.weight_bytes for layer in self.layers])
+
+    def table(self, accelerator: str) -> CostTable:
+        """The costs on that accelerator type."""
+        if accelerator not in self.accelerators:
+            known = ", ".join(self.accelerators) or "none"
+            raise BaPipeError(
+                f"the profile of {self.model.name} has no costs for '{accelerator}'"
+                f"{nearest(accelerator, self.accelerators)}; it has {known}: profile the model there"
+            )
+        return self.accelerators[accelerator]
+
+    def at(self, accelerator: str, microbatch: int) -> LayerCosts:
+        """Costs at one size; between measured sizes interpolated, outside them refused."""
+        table = self.table(accelerator)
+        sizes = np.array(table.microbatches, dtype=float)
+        if not sizes[0] <= microbatch <= sizes[-1]:
+            raise BaPipeError(
+                f"the profile of {self.model.name} on {accelerator} covers micro-batches of {sizes[0]:g} to "
+                f"{sizes[-1]:g}, asked for {microbatch}; profile that size or choose one within"
+            )
+        above = int(np.searchsorted(sizes, microbatch))
+        below = above if sizes[above] == microbatch else above - 1
+        share = 0.0 if above == below else (microbatch - sizes[below]) / (sizes[above] - sizes[below])
+
+        def mixed(rows: Rows) -> Floats:
+            return (1 - share) * np.array(rows[below]) + share * np.array(rows[above])
+
+        backward = mixed(table.backward)
+        workspace = np.interp(microbatch, sizes, table.workspace) if table.workspace else 0.0
+        return LayerCosts(
+            microbatch=microbatch,
+            forward=mixed(table.forward),
+            backward=backward,
+            weight_gradient=backward / 2 if table.weight_gradient is None else mixed(table.weight_gradient),
+            boundary_forward=mixed(table.boundary_forward),
+            boundary_backward=mixed(table.boundary_backward),
+            stash=mixed(table.stash),
+            update=np.array(table.update),
+            workspace=float(workspace),
+            source=table.source,
+            interpolated=above != below,
+        )
+
+    @property
+    def hash(self) -> str:
+        return content_hash(self)
+
+
+def _require(condition: bool, where: str, what: str, got: str) -> None:
+    if not condition:
+        raise BaPipeError(f"{where}: {what} is wrong: {got}; correct the profile")
+
+
+def read_profile(path: str | Path) -> Profile:
+    """The one reader of profile.json."""
+    return read_versioned(Profile, path, schema=PROFILE_SCHEMA)
+
+
+def write_profile(profile: Profile, path: str | Path) -> None:
+    write_text(path, dump_json(profile))

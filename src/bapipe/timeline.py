@@ -128,6 +128,25 @@ class Timeline:
         previous[order[1:]] = np.where(same, self.end[order[:-1]], 0.0)
         return previous
 
+    def bandwidth_demand(self) -> float:
+        """Bandwidth that hides every transfer behind the compute that makes it, in boundaries' bytes per time.
+
+        An action that sends does so at 1/(its span); lanes that run at once add up. The most demanding rank in
+        the steady state counts (first backward to last forward of stage 0), or in the whole if there is none.
+        """
+        source = self.transfers.source
+        first = (self.stages == 0) & np.isin(self.kinds, (Kind.B, Kind.I))
+        last = (self.stages == 0) & (self.kinds == Kind.F)
+        low, high = self.start[first].min(initial=np.inf), self.end[last].max(initial=-np.inf)
+        steady = source[(self.start[source] >= low) & (self.end[source] <= high)]
+        chosen = steady if len(steady) else source
+        if not len(chosen):
+            return 0.0
+        rate = 1.0 / np.maximum(self.end[chosen] - self.start[chosen], np.finfo(float).tiny)
+        times = np.concatenate([self.start[chosen], self.end[chosen]])
+        ranks = np.concatenate([self.ranks[chosen]] * 2)
+        return max(_running_peak(times, np.concatenate([rate, -rate]), ranks, self.num_ranks))
+
     def peak_live(self) -> list[int]:
         """Most micro-batches live at each stage at once, all replicas together (F start to B or W end)."""
         return [int(peak) for peak in self._peaks(np.ones(self.num_stages))]

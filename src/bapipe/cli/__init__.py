@@ -1,0 +1,60 @@
+"""The `bapipe` command. torch is imported only by the commands that run a model."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from bapipe import __version__
+from bapipe.cli.simulate import simulate_command
+from bapipe.errors import BaPipeError
+
+__all__ = ["cli", "main"]
+
+EXAMPLES = """\b
+Examples:
+  bapipe simulate 1f1b-so --stages 4 --microbatches 16 --forward 10 --backward 20 --transfer 5
+  bapipe simulate all --stages 4 --microbatches 16 --forward 10 --backward 20 --transfer 5
+"""
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EXAMPLES
+    + """
+\b
+Shell completion (bash; for zsh and fish put their names in place of bash):
+  eval "$(_BAPIPE_COMPLETE=bash_source bapipe)"
+""",
+)
+@click.version_option(__version__, prog_name="bapipe")
+def cli() -> None:
+    """Find the fastest way to spread the training of a DNN over your accelerators, see why, and run it."""
+
+
+cli.add_command(simulate_command)
+
+
+def main() -> None:
+    """Entry point: every mistake of the user is one line on stderr and exit code 2."""
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.exceptions.Abort:
+        code = 130
+    except click.ClickException as error:
+        code = _complain(" ".join(error.format_message().split()))
+    except BaPipeError as error:
+        code = _complain(str(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(text: str) -> int:
+    print(f"bapipe: {text}", file=sys.stderr)
+    return 2

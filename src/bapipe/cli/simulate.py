@@ -1,0 +1,277 @@
+"""`bapipe simulate`: time, check and draw a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bapipe.cli.values import Counts, Numbers, plain_number
+from bapipe.errors import BaPipeError
+from bapipe.files import write_text
+from bapipe.lowering import Network
+from bapipe.schedule.actions import Schedule
+from bapipe.schedule.check import require_valid
+from bapipe.schedule.files import read_schedule, write_schedule
+from bapipe.schedule.orders import SCHEDULES, full_overlap_caps, make_schedule, with_recompute, with_update
+from bapipe.simulate import Costs, simulate
+from bapipe.summary import Summary, summarise
+from bapipe.timeline import Timeline
+
+__all__ = ["simulate_command"]
+
+_LARGEST = 20_000_000
+_LINKS = {
+    "fifo": Network(),
+    "half-duplex": Network(duplex="half"),
+    "shared": Network(duplex="shared"),
+    "latency": Network(latency_only=True),
+    "cut-through": Network(sending="cut-through"),
+    "after-compute": Network(sending="after-compute"),
+    "blocking": Network(sending="blocking"),
+}
+
+
+@click.command("simulate")
+@click.argument("schedule")
+@click.option("--stages", "-n", type=int, help="Number of stages N (accelerators, for interleaved).")
+@click.option("--microbatches", "-m", type=int, help="Micro-batches per mini-batch M.")
+@click.option("--forward", type=Numbers(), required=True, help="Forward time, one value or one per stage.")
+@click.option("--backward", type=Numbers(), required=True, help="Backward time, one value or one per stage.")
+@click.option("--transfer", type=Numbers(), default="0", show_default=True, help="Transfer time, one or per link.")
+@click.option("--transfer-backward", type=Numbers(), help="Transfer time of errors.  [default: as --transfer]")
+@click.option("--cap", "caps", type=Counts(), help="K per stage, for schedule 1f1b.")
+@click.option("--replicas", type=Counts(), help="Replicas per stage, such as 3,1.")
+@click.option("--virtual", type=int, default=2, show_default=True, help="Stages per accelerator (interleaved).")
+@click.option(
+    "--slots", default="table", show_default=True, help="fbp-as: lockstep slots of the paper's table, or static."
+)
+@click.option("--weight-gradient", type=Numbers(), help="Part of the backward that is W.  [default: half]")
+@click.option("--all-reduce", type=Numbers(), help="All-reduce time per stage with replicas.")
+@click.option("--update", type=Numbers(), help="Optimizer time per stage.")
+@click.option("--recompute", is_flag=True, help="Recompute the forward before each backward.")
+@click.option(
+    "--links", type=click.Choice(list(_LINKS)), default="fifo", show_default=True, help="How links behave."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--svg", "svg_file", type=click.Path(dir_okay=False), help="Draw the timeline into this file.")
+@click.option("--trace", "trace_file", type=click.Path(dir_okay=False), help="Write a Chrome/Perfetto trace.")
+@click.option(
+    "--out", "out_file", type=click.Path(dir_okay=False), help="Write the orders: .json, or torch's .csv."
+)
+def simulate_command(schedule: str, as_json: bool, **options: Any) -> None:
+    """Time one schedule, or compare them all.
+
+    SCHEDULE is gpipe, 1f1b-sno, 1f1b-so, 1f1b (with --cap), 1f1b-as, fbp-as, pipedream, interleaved, zb-h1, zb-h2,
+    a schedule file (.json, or torch's .csv), or all. Times are in any unit you like.
+
+    \b
+    Examples:
+      bapipe simulate 1f1b-sno -n 4 -m 16 --forward 10 --backward 20 --transfer 5
+      bapipe simulate 1f1b -n 4 -m 16 --cap 7,5,3,1 --forward 10 --backward 20 --transfer 5
+      bapipe simulate all -n 4 -m 16 --forward 10,12,9,10 --backward 20 --transfer 5 --json
+    """
+    if schedule == "all":
+        _refuse_files(options)
+        rows = [one[0] for one in _simulate_all(options)]
+        _print_json({"schedules": rows}) if as_json else _print_table(rows, options)
+        return
+    made = _schedule(schedule, options)
+    summary, timeline = _simulate(made, options)
+    title = f"{made.name}, {summary.stages} stages, {summary.microbatches} micro-batches"
+    pictures = {}
+    if options["svg_file"]:
+        from bapipe.report.svg import render_svg
+
+        pictures[options["svg_file"]] = render_svg(timeline, title=title)
+    if options["trace_file"]:
+        from bapipe.report.trace import trace_json
+
+        pictures[options["trace_file"]] = trace_json({title: timeline})
+    for file, text in pictures.items():
+        write_text(file, text)
+    if options["out_file"]:
+        write_schedule(made, options["out_file"])
+    if as_json:
+        _print_json(summary)
+    else:
+        _print_one(summary, timeline, title)
+        for file in (*pictures, options["out_file"]):
+            if file:
+                click.echo(f"wrote {file}")
+
+
+def _refuse_files(options: dict[str, Any]) -> None:
+    for name in ("svg_file", "trace_file", "out_file"):
+        if options[name]:
+            raise BaPipeError("'all' compares schedules and draws none; name one schedule to write a file")
+    if options["caps"]:
+        raise BaPipeError("--cap belongs to the schedule 1f1b, not to 'all'")
+
+
+def _sizes(options: dict[str, Any]) -> tuple[int, int]:
+    for name in ("stages", "microbatches"):
+        if options[name] is None:
+            raise BaPipeError(f"--{name} is missing; give a whole number of at least 1")
+    stages, microbatches = options["stages"], options["microbatches"]
+    if stages > 0 and microbatches > 0 and stages * microbatches > _LARGEST:
+        raise BaPipeError(
+            f"{stages} stages with {microbatches} micro-batches are more than {_LARGEST} forwards; lower one"
+        )
+    return stages, microbatches
+
+
+def _schedule(name: str, options: dict[str, Any]) -> Schedule:
+    if name.endswith((".json", ".csv")) or os.sep in name:
+        made = read_schedule(Path(name))
+        for option, got in (("stages", made.num_stages), ("microbatches", made.num_microbatches)):
+            if options[option] not in (None, got):
+                raise BaPipeError(f"{name} has {got} {option}, but --{option} says {options[option]}; drop it")
+        require_valid(made)
+    else:
+        stages, microbatches = _sizes(options)
+        made = make_schedule(
+            name,
+            stages,
+            microbatches,
+            caps=options["caps"],
+            replicas=options["replicas"],
+            virtual=options["virtual"],
+            slots=options["slots"],
+        )
+    if options["recompute"]:
+        made = with_recompute(made)
+    if options["all_reduce"] or options["update"]:
+        made = with_update(made)
+    return made
+
+
+def _costs(made: Schedule, options: dict[str, Any]) -> Costs:
+    interleaved = made.num_stages != made.num_ranks and all(len(ranks) == 1 for ranks in made.placement)
+    count = made.num_ranks if interleaved else made.num_stages
+    costs = Costs.of(
+        count,
+        forward=options["forward"],
+        backward=options["backward"],
+        transfer=options["transfer"],
+        transfer_backward=options["transfer_backward"],
+        weight_gradient=options["weight_gradient"],
+        all_reduce=options["all_reduce"] or 0.0,
+        update=options["update"] or 0.0,
+    )
+    return costs.split(made.num_stages // made.num_ranks) if interleaved else costs
+
+
+def _simulate(made: Schedule, options: dict[str, Any]) -> tuple[Summary, Timeline]:
+    costs, network = _costs(made, options), _LINKS[options["links"]]
+    timeline = simulate(made, costs, network)
+    summary = summarise(made, costs, timeline, network)
+    return dataclasses.replace(
+        summary, stages=made.num_ranks if made.name == "interleaved" else summary.stages
+    ), timeline
+
+
+def _simulate_all(options: dict[str, Any]) -> list[tuple[Summary, Timeline]]:
+    stages, microbatches = _sizes(options)
+    results = []
+    replicated = max(options["replicas"] or (1,)) > 1
+    for name in SCHEDULES:
+        if replicated and name not in ("gpipe", "1f1b-sno", "1f1b-so"):
+            continue
+        results.append(_simulate(_schedule(name, options), options))
+    if not replicated:
+        costs = _costs(make_schedule("1f1b-sno", stages, microbatches), options)
+        sends: Sequence[Sequence[float]] = (costs.send_forward, costs.send_backward)
+        lean = full_overlap_caps(costs.forward, costs.backward, *sends)
+        lean_options = {**options, "caps": lean}
+        results.insert(3, _simulate(_schedule("1f1b", lean_options), options))
+    return results
+
+
+def _print_json(value: Any) -> None:
+    def plain(item: Any) -> Any:
+        return dataclasses.asdict(item) if isinstance(item, Summary) else item
+
+    if isinstance(value, dict):
+        value = {key: [plain(item) for item in items] for key, items in value.items()}
+    click.echo(json.dumps(plain_number(plain(value)), indent=1, allow_nan=False))
+
+
+def _figures(summary: Summary) -> list[tuple[str, str]]:
+    form = "none for this case"
+    if summary.closed_form is not None:
+        range_text = "holds here" if summary.closed_form_valid else "does not hold here"
+        form = f"{summary.closed_form:g} ({range_text}: {summary.closed_form_condition})"
+    rows = [
+        ("time", f"{summary.time:g}"),
+        ("closed form", form),
+        ("bubble", f"{summary.bubble:.1%}"),
+        ("peak features", _listed(summary.peak_features) + " micro-batches"),
+        ("weights memory", _listed(summary.weights_memory) + " w"),
+        ("exposed communication", _listed(summary.exposed_communication)),
+        ("bandwidth to hide transfers", f"{summary.bandwidth_demand:.4g} boundaries per unit of time"),
+    ]
+    if summary.period is not None:
+        rows.insert(1, ("steady period", f"{summary.period:g} per mini-batch; the pipeline never flushes"))
+    if summary.caps is not None:
+        rows.append(("caps K", _listed(summary.caps)))
+    if summary.slots is not None:
+        rows.append(("slot rule", summary.slots))
+    if summary.span < summary.makespan * (1 - 1e-9):
+        rows.append(("longest span of a rank", f"{summary.span:g}"))
+    return rows
+
+
+def _listed(values: Sequence[float]) -> str:
+    shown = [f"{value:g}" for value in values]
+    return " ".join(shown if len(shown) <= 16 else [*shown[:8], "…", *shown[-4:]])
+
+
+def _print_one(summary: Summary, timeline: Timeline, title: str) -> None:
+    from rich.console import Console
+
+    from bapipe.report.text import render_text
+
+    console = Console(highlight=False)
+    console.print(render_text(timeline, width=console.width, color=console.is_terminal, title=title))
+    console.print()
+    for name, value in _figures(summary):
+        console.print(f"{name:<28} {value}", markup=False, soft_wrap=True)
+
+
+def _print_table(rows: list[Summary], options: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    best = min(row.time for row in rows)
+    table = Table(
+        title=f"{options['stages']} stages, {options['microbatches']} micro-batches", title_justify="left"
+    )
+    for header in ("schedule", "time", "vs best", "bubble", "closed form", "peak features", "weights w"):
+        table.add_column(header, justify="left" if header == "schedule" else "right")
+    for row in sorted(rows, key=lambda row: row.time):
+        form = (
+            "–" if row.closed_form is None else f"{row.closed_form:g}{'' if row.closed_form_valid else ' (n/a)'}"
+        )
+        table.add_row(
+            row.schedule + (" (least K)" if row.schedule == "1f1b" else ""),
+            f"{row.time:g}",
+            f"{row.time / best:.3f}x",
+            f"{row.bubble:.1%}",
+            form,
+            f"{max(row.peak_features):g}",
+            f"{max(row.weights_memory):g}",
+        )
+    console.print(table)
+    console.print(
+        "peak features: micro-batches on the fullest accelerator. (n/a): outside the formula's range.\n"
+        "1f1b-as and fbp-as assume links that send while computing (FPGA); pipedream never flushes and "
+        "trains with stale weights.",
+        soft_wrap=True,
+    )

@@ -7,7 +7,21 @@ from typing import Literal
 
 from bapipe.errors import BaPipeError
 
-__all__ = ["Accelerator", "AcceleratorType", "Cluster", "Link"]
+__all__ = ["Accelerator", "AcceleratorType", "Cluster", "Efficiency", "Link"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """What of its peak an accelerator reaches: assumptions of the analytic cost model, on no datasheet."""
+
+    compute: dict[str, float] = field(default_factory=dict)
+    """by dtype, the share of the peak FLOP/s that a large matrix product reaches; a dtype not listed: 0.5"""
+    memory: float = 0.8
+    """share of the memory bandwidth that a large elementwise kernel reaches"""
+    half_seconds: float = 10e-6
+    """half-efficiency work size, as time: a kernel of peak FLOP/s · half_seconds reaches half of `compute`"""
+    launch: float = 30e-6
+    """seconds that each layer costs whatever its size, once per pass"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +40,8 @@ class AcceleratorType:
     """synchronous: sends after the compute has ended (GPU); asynchronous: while it runs (FPGA)"""
     link_bandwidth: float | None = None
     """bytes/s to a neighbour where the cluster does not say"""
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    """assumed, for the analytic cost model only"""
     board: dict[str, float] = field(default_factory=dict)
     """figures only an FPGA has: dsp, on_chip_bytes, clock…"""
     sources: dict[str, str] = field(default_factory=dict)

@@ -104,8 +104,12 @@ def _scalar(kind: Any, data: object, where: str) -> Any:
     accepted = isinstance(data, kind) or (kind is float and isinstance(data, int))
     if not accepted or (isinstance(data, bool) and kind is not bool):
         raise FileFormatError(f"{where}: expected {_NAMES.get(kind, str(kind))}; got {_shown(data)}")
-    if kind is float:
-        if not math.isfinite(typing.cast(float, data)):
-            raise FileFormatError(f"{where}: expected a finite number; got {_shown(data)}")
-        return float(typing.cast(float, data))
-    return data
+    if kind is not float:
+        return data
+    try:
+        number = float(typing.cast(float, data))
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise FileFormatError(f"{where}: expected a finite number; got {_shown(data)}")
+    return number

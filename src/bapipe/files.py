@@ -73,7 +73,7 @@ def load_toml(path: str | Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
         raise FileFormatError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
         raise FileFormatError(f"{path} is nested too deeply; it cannot be such a file") from None

@@ -40,6 +40,17 @@ class Layer:
     """read and written by the forward besides the parameters; None: input and output and stash"""
     error_elements: float | None = None
     """what crosses back; None: as much as output_elements (integers carry no gradient)"""
+    elementwise_elements: float | None = None
+    """of moved_elements, those of normalisation, activation, dropout, residual sums and pooling, which run by
+    themselves after the products; None: 0"""
+    weight_flops: float | None = None
+    """of forward_flops, those that multiply parameters; None: all where there are parameters, else none"""
+    weight_reads: float = 1.0
+    """times the forward reads its parameters: 0 for a gather, about half the steps for a recurrent layer"""
+    kernels: int = 1
+    """matrix products of the forward that run one after another; each step of a recurrent layer counts"""
+    shares_weights_with: str | None = None
+    """the earlier layer that holds the same parameters (tied weights); such a layer owns none itself"""
     split: Split | None = None
     conv: tuple[int, ...] | None = None
     """(input channels, output channels, kernel, output height, output width) of a convolution, for FPGAs"""
@@ -57,7 +68,8 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        return sum(layer.parameters for layer in self.layers)
+        """Tied weights count once."""
+        return sum(layer.parameters for layer in self.layers if layer.shares_weights_with is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

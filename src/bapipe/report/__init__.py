@@ -1,0 +1,1 @@
+"""What BaPipe shows: timelines as text, as SVG and as a trace."""

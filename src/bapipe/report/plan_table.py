@@ -1,0 +1,113 @@
+"""A plan in the terminal: the answer in one sentence, the stages, the rivals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from bapipe.partition.steps import Step
+from bapipe.plan import Plan, PlanStage
+from bapipe.units import format_bytes, format_seconds
+
+__all__ = ["answer", "render_plan", "render_steps"]
+
+_BAR = 10
+
+
+def answer(plan: Plan) -> str:
+    """What to run, how fast, and how far from the bound."""
+    shape = {
+        "data-parallel": f"data parallelism on {len(plan.ranks)} accelerators",
+        "pipeline": f"{plan.schedule.name} over {len(plan.stages)} stages",
+        "hybrid": f"{plan.schedule.name} over stages of "
+        + "-".join(str(len(stage.accelerators)) for stage in plan.stages)
+        + " replicas",
+    }[plan.kind]
+    if plan.kind == "pipeline" and len(plan.stages) == 1:
+        shape = "one accelerator"
+    prediction = plan.prediction
+    return (
+        f"{plan.model.name}: {shape}, {plan.microbatches} micro-batches of {plan.microbatch_size}: "
+        f"{format_seconds(prediction.time)} per mini-batch of {plan.minibatch}, "
+        f"{prediction.throughput:.4g} samples/s, {prediction.gap:.1%} over the lower bound"
+    )
+
+
+def _layers(stage: PlanStage) -> str:
+    def end(index: int) -> str:
+        for part in stage.fractions:
+            if part.layer == index:
+                return f"{index} [{part.start}:{part.stop}/{part.of}]"
+        return str(index)
+
+    first, last = end(stage.first_layer), end(stage.last_layer)
+    names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
+    place = first if stage.first_layer == stage.last_layer else f"{first}–{last}"
+    return f"{place}  {names[:48]}"
+
+
+def _bar(share: float) -> str:
+    filled = min(_BAR, max(0, round(share * _BAR)))
+    return "█" * filled + "░" * (_BAR - filled)
+
+
+def render_plan(plan: Plan, *, rivals: int = 8) -> RenderableType:
+    """The answer, a row per stage, the rivals and the notes."""
+    stages = Table(title=None, show_lines=False, expand=False)
+    for header, justify in (
+        ("stage", "right"),
+        ("on", "left"),
+        ("layers", "left"),
+        ("F", "right"),
+        ("B", "right"),
+        ("live", "right"),
+        ("memory", "left"),
+        ("sends on", "right"),
+    ):
+        stages.add_column(header, justify="right" if justify == "right" else "left", overflow="fold")
+    for index, stage in enumerate(plan.stages):
+        share = stage.memory_bytes / stage.memory_capacity if stage.memory_capacity else 1.0
+        where = stage.accelerators[0]
+        if len(stage.accelerators) > 1:
+            where = f"{stage.accelerators[0]} … {stage.accelerators[-1]} (×{len(stage.accelerators)})"
+        stages.add_row(
+            str(index),
+            escape(where),
+            escape(_layers(stage)) + (" (recomputes)" if stage.recompute else ""),
+            format_seconds(stage.forward),
+            format_seconds(stage.backward),
+            f"{stage.peak_features:g}",
+            f"{_bar(share)} {format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_capacity)}",
+            format_bytes(stage.send_forward_bytes) if index + 1 < len(plan.stages) else "–",
+        )
+    parts: list[RenderableType] = [Text(answer(plan), style="bold"), stages]
+    if plan.rivals:
+        parts.append(_rivals(plan, rivals))
+    parts.extend(Text(f"· {note}") for note in plan.notes)
+    return Group(*parts)
+
+
+def _rivals(plan: Plan, most: int) -> Table:
+    table = Table(title="why not the others", title_justify="left")
+    for header in ("rival", "time", "memory", "reason"):
+        table.add_column(header, justify="right" if header in ("time", "memory") else "left", overflow="fold")
+    for rival in plan.rivals[:most]:
+        time = "–" if rival.time is None else format_seconds(rival.time)
+        table.add_row(escape(rival.name), time, format_bytes(rival.memory_bytes), escape(rival.reason))
+    if len(plan.rivals) > most:
+        table.caption = f"and {len(plan.rivals) - most} more in plan.json"
+    return table
+
+
+def render_steps(steps: Sequence[Step]) -> Table:
+    """The exploration's steps, for --explain."""
+    table = Table(title="the exploration, step by step", title_justify="left")
+    for header in ("step", "on what numbers", "what it changed"):
+        table.add_column(header, overflow="fold")
+    for step in steps:
+        table.add_row(step.name + ("" if step.ran else " (skipped)"), escape(step.numbers), escape(step.change))
+    return table

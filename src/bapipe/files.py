@@ -20,6 +20,7 @@ __all__ = [
     "dump_json",
     "load_json",
     "load_toml",
+    "plain_values",
     "read_text",
     "read_versioned",
     "write_text",
@@ -93,24 +94,25 @@ def read_versioned(cls: type[T], path: str | Path, *, schema: str) -> T:
     return decode(cls, data, where=str(path))
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
+    """Dataclasses and tuples as the tables and lists that JSON has."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [plain_values(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_values(item) for key, item in value.items()}
     return value
 
 
 def dump_json(value: Any) -> str:
     """JSON of plain values or dataclasses: the same value gives the same bytes."""
-    return json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(plain_values(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def content_hash(value: Any) -> str:
     """A short fingerprint of plain values or dataclasses."""
-    text = json.dumps(_plain(value), sort_keys=True, allow_nan=False)
+    text = json.dumps(plain_values(value), sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

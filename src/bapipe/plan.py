@@ -44,6 +44,8 @@ class PlanStage:
     forward: float
     """seconds per micro-batch"""
     backward: float
+    weight_gradient: float
+    """seconds of the backward that are the weight gradient"""
     update: float = 0.0
     all_reduce: float = 0.0
     send_forward_bytes: float

@@ -8,6 +8,8 @@ import sys
 import click
 
 from bapipe import __version__
+from bapipe.cli.plan import plan_command
+from bapipe.cli.run import compare_command, run_command
 from bapipe.cli.simulate import simulate_command
 from bapipe.errors import BaPipeError
 
@@ -15,6 +17,10 @@ __all__ = ["cli", "main"]
 
 EXAMPLES = """\b
 Examples:
+  bapipe plan vgg16 --cluster 4xv100 --minibatch 2048
+  bapipe plan profile.json --cluster cluster.toml --out plan.json
+  bapipe run plan.json --steps 3 --check --out run.json
+  bapipe compare plan.json run.json
   bapipe simulate 1f1b-so --stages 4 --microbatches 16 --forward 10 --backward 20 --transfer 5
   bapipe simulate all --stages 4 --microbatches 16 --forward 10 --backward 20 --transfer 5
 """
@@ -34,7 +40,8 @@ def cli() -> None:
     """Find the fastest way to spread the training of a DNN over your accelerators, see why, and run it."""
 
 
-cli.add_command(simulate_command)
+for command in (plan_command, run_command, compare_command, simulate_command):
+    cli.add_command(command)
 
 
 def main() -> None:
@@ -49,6 +56,8 @@ def main() -> None:
         code = _complain(" ".join(error.format_message().split()))
     except BaPipeError as error:
         code = _complain(str(error))
+    except MemoryError:
+        code = _complain("not enough memory for so many actions; lower --stages or --microbatches")
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -17,7 +17,7 @@ from bapipe.files import write_text
 from bapipe.lowering import Network
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.check import require_valid
-from bapipe.schedule.files import read_schedule, write_schedule
+from bapipe.schedule.files import read_schedule, schedule_text
 from bapipe.schedule.orders import SCHEDULES, full_overlap_caps, make_schedule, with_recompute, with_update
 from bapipe.simulate import Costs, simulate
 from bapipe.summary import Summary, summarise
@@ -25,7 +25,7 @@ from bapipe.timeline import Timeline
 
 __all__ = ["simulate_command"]
 
-_LARGEST = 20_000_000
+_MOST_STAGES, _MOST_FORWARDS = 10_000, 4_000_000
 _LINKS = {
     "fifo": Network(),
     "half-duplex": Network(duplex="half"),
@@ -84,26 +84,25 @@ def simulate_command(schedule: str, as_json: bool, **options: Any) -> None:
     made = _schedule(schedule, options)
     summary, timeline = _simulate(made, options)
     title = f"{made.name}, {summary.stages} stages, {summary.microbatches} micro-batches"
-    pictures = {}
+    files = {}
     if options["svg_file"]:
         from bapipe.report.svg import render_svg
 
-        pictures[options["svg_file"]] = render_svg(timeline, title=title)
+        files[options["svg_file"]] = render_svg(timeline, title=title)
     if options["trace_file"]:
         from bapipe.report.trace import trace_json
 
-        pictures[options["trace_file"]] = trace_json({title: timeline})
-    for file, text in pictures.items():
-        write_text(file, text)
+        files[options["trace_file"]] = trace_json({title: timeline})
     if options["out_file"]:
-        write_schedule(made, options["out_file"])
+        files[options["out_file"]] = schedule_text(made, options["out_file"])
+    for file, text in files.items():
+        write_text(file, text)
     if as_json:
         _print_json(summary)
     else:
         _print_one(summary, timeline, title)
-        for file in (*pictures, options["out_file"]):
-            if file:
-                click.echo(f"wrote {file}")
+        for file in files:
+            click.echo(f"wrote {file}")
 
 
 def _refuse_files(options: dict[str, Any]) -> None:
@@ -119,9 +118,14 @@ def _sizes(options: dict[str, Any]) -> tuple[int, int]:
         if options[name] is None:
             raise BaPipeError(f"--{name} is missing; give a whole number of at least 1")
     stages, microbatches = options["stages"], options["microbatches"]
-    if stages > 0 and microbatches > 0 and stages * microbatches > _LARGEST:
+    ranks = max(stages, sum(options["replicas"] or ()))
+    if ranks > _MOST_STAGES:
         raise BaPipeError(
-            f"{stages} stages with {microbatches} micro-batches are more than {_LARGEST} forwards; lower one"
+            f"more than {_MOST_STAGES} accelerators cannot be simulated, got {ranks}; lower --stages"
+        )
+    if stages > 0 and microbatches > 0 and stages * max(1, options["virtual"]) * microbatches > _MOST_FORWARDS:
+        raise BaPipeError(
+            f"{stages} stages with {microbatches} micro-batches are more than {_MOST_FORWARDS} forwards; lower one"
         )
     return stages, microbatches
 
@@ -152,7 +156,8 @@ def _schedule(name: str, options: dict[str, Any]) -> Schedule:
 
 
 def _costs(made: Schedule, options: dict[str, Any]) -> Costs:
-    interleaved = made.num_stages != made.num_ranks and all(len(ranks) == 1 for ranks in made.placement)
+    dealt = tuple((stage % made.num_ranks,) for stage in range(made.num_stages))
+    interleaved = made.num_stages != made.num_ranks and made.placement == dealt
     count = made.num_ranks if interleaved else made.num_stages
     costs = Costs.of(
         count,
@@ -181,7 +186,7 @@ def _simulate_all(options: dict[str, Any]) -> list[tuple[Summary, Timeline]]:
     results = []
     replicated = max(options["replicas"] or (1,)) > 1
     for name in SCHEDULES:
-        if replicated and name not in ("gpipe", "1f1b-sno", "1f1b-so"):
+        if (replicated and name not in ("gpipe", "1f1b-sno", "1f1b-so")) or name in _left_out(options):
             continue
         results.append(_simulate(_schedule(name, options), options))
     if not replicated:
@@ -191,6 +196,11 @@ def _simulate_all(options: dict[str, Any]) -> list[tuple[Summary, Timeline]]:
         lean_options = {**options, "caps": lean}
         results.insert(3, _simulate(_schedule("1f1b", lean_options), options))
     return results
+
+
+def _left_out(options: dict[str, Any]) -> tuple[str, ...]:
+    """Schedules that these links cannot run: with two lanes, endless, or ahead of what blocking sends allow."""
+    return ("fbp-as", "pipedream", "interleaved") if options["links"] == "blocking" else ()
 
 
 def _print_json(value: Any) -> None:
@@ -275,3 +285,5 @@ def _print_table(rows: list[Summary], options: dict[str, Any]) -> None:
         "trains with stale weights.",
         soft_wrap=True,
     )
+    if _left_out(options):
+        console.print(f"Left out, as they cannot run with blocking sends: {', '.join(_left_out(options))}.")

@@ -15,7 +15,7 @@ from bapipe.units import format_bytes, format_seconds
 
 __all__ = ["answer", "render_plan", "render_steps"]
 
-_BAR = 10
+_BAR = 6
 
 
 def answer(plan: Plan) -> str:
@@ -68,7 +68,8 @@ def render_plan(plan: Plan, *, rivals: int = 8) -> RenderableType:
         ("memory", "left"),
         ("sends on", "right"),
     ):
-        stages.add_column(header, justify="right" if justify == "right" else "left", overflow="fold")
+        wraps = header in ("on", "layers")
+        stages.add_column(header, justify="right" if justify == "right" else "left", no_wrap=not wraps)
     for index, stage in enumerate(plan.stages):
         share = stage.memory_bytes / stage.memory_capacity if stage.memory_capacity else 1.0
         where = stage.accelerators[0]
@@ -81,12 +82,14 @@ def render_plan(plan: Plan, *, rivals: int = 8) -> RenderableType:
             format_seconds(stage.forward),
             format_seconds(stage.backward),
             f"{stage.peak_features:g}",
-            f"{_bar(share)} {format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_capacity)}",
+            f"{_bar(share)} {format_bytes(stage.memory_bytes)}",
             format_bytes(stage.send_forward_bytes) if index + 1 < len(plan.stages) else "–",
         )
     parts: list[RenderableType] = [Text(answer(plan), style="bold"), stages]
     if plan.rivals:
         parts.append(_rivals(plan, rivals))
+    sizes = sorted({format_bytes(stage.memory_capacity) for stage in plan.stages})
+    parts.append(Text(f"· memory: the bar is the share of the accelerator's {' or '.join(sizes)}"))
     parts.extend(Text(f"· {note}") for note in plan.notes)
     return Group(*parts)
 

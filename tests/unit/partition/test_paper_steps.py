@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from made_profiles import made_profile
 
 from bapipe.chain import make_chain
 from bapipe.errors import BaPipeError
@@ -13,6 +12,7 @@ from bapipe.partition.cuts import prefix_work, stage_times
 from bapipe.partition.inter_layer import ideal_time, inter_layer
 from bapipe.partition.intra_layer import intra_layer
 from bapipe.partition.memory import fit_memory
+from made_profiles import made_profile
 
 
 def chain_of(work, *, types=None, **more):

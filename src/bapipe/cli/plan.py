@@ -1,0 +1,220 @@
+"""`bapipe plan`: from a model and a cluster to the best plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import click
+
+from bapipe.cli.values import plain_number
+from bapipe.cluster import Cluster
+from bapipe.cluster_files import read_cluster, with_link_bandwidth, with_memory_limit
+from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.evaluate import OPTIMIZER_COPIES, plan_timeline
+from bapipe.explore import STRATEGIES, Exploration, Request, explore, make_plan
+from bapipe.models import load_profile
+from bapipe.plan import Plan, write_plan
+from bapipe.profile import Profile
+from bapipe.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
+
+__all__ = ["plan_command"]
+
+
+@click.command("plan")
+@click.argument("model")
+@click.option("--cluster", required=True, help="TOML file, or a shorthand such as 4xv100 or 2xa100+2xv100.")
+@click.option("--minibatch", type=int, help="Samples per update.  [default: 64 per accelerator]")
+@click.option("--microbatch", type=int, help="Micro-batch size.  [default: the best]")
+@click.option(
+    "--schedule", help="1f1b-sno, 1f1b-so, 1f1b, gpipe, zb-h1, zb-h2, interleaved, 1f1b-as, fbp-as, data-parallel."
+)
+@click.option("--stages", type=int, help="A straight pipeline of so many unreplicated stages.")
+@click.option("--strategy", default="exact", show_default=True, help=", ".join(STRATEGIES) + ".")
+@click.option("--space", type=click.Choice(["full", "paper"]), default="full", show_default=True,
+              help="paper: N straight stages, or data parallelism without accumulation.")  # fmt: skip
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZER_COPIES)), default="sgd", show_default=True)
+@click.option(
+    "--dtype", default="fp32", show_default=True, help="Of weights and features, where nothing was measured."
+)
+@click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
+@click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
+@click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
+@click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
+@click.option("--explain", is_flag=True, help="Show the paper's exploration step by step.")
+@click.option("--compare", is_flag=True, help="Compare the strategies in one table.")
+@click.option("--out", type=click.Path(dir_okay=False), help="Write plan.json.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan_command(model: str, **options: Any) -> None:
+    """Find the fastest way to train MODEL on a cluster, and show why.
+
+    MODEL is a built-in name (vgg16, resnet50, gnmt-8, bert-large, gpt2-xl, llama-7b, …), a profile.json, a layer
+    table (.toml) or PipeDream's graph.txt.
+
+    \b
+    Examples:
+      bapipe plan vgg16 --cluster 4xv100 --minibatch 2048
+      bapipe plan gnmt-8 --cluster 4xv100 --link-bandwidth 1.6GB/s --space paper --explain --strategy bapipe
+      bapipe plan bert-large --cluster cluster.toml --optimizer adam --out plan.json
+    """
+    cluster = _cluster(options)
+    profile = _profile(model, cluster, options)
+    request = _request(options)
+    if options["compare"]:
+        _compare(profile, cluster, request, options)
+        return
+    found = explore(profile, cluster, request)
+    plan = make_plan(found)
+    if options["out"]:
+        write_plan(plan, options["out"])
+    if options["as_json"]:
+        click.echo(json.dumps(_summary(plan, found, options), indent=1, allow_nan=False))
+    else:
+        _print(plan, found, options)
+
+
+def _cluster(options: dict[str, Any]) -> Cluster:
+    cluster = read_cluster(options["cluster"])
+    if options["memory_limit"]:
+        cluster = with_memory_limit(cluster, parse_bytes(options["memory_limit"], what="--memory-limit"))
+    if options["link_bandwidth"]:
+        bandwidth = parse_bandwidth(options["link_bandwidth"], what="--link-bandwidth")
+        if bandwidth <= 0:
+            raise BaPipeError(f"--link-bandwidth must be more than 0, got {options['link_bandwidth']}")
+        cluster = with_link_bandwidth(cluster, bandwidth)
+    return cluster
+
+
+def _profile(model: str, cluster: Cluster, options: dict[str, Any]) -> Profile:
+    sizes = {2**exponent for exponent in range(8)}
+    if options["microbatch"] and options["microbatch"] > 0:
+        sizes.add(options["microbatch"])
+    types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
+    return load_profile(model, types=types, dtype=options["dtype"], microbatches=sorted(sizes))
+
+
+def _request(options: dict[str, Any]) -> Request:
+    if options["dataset_size"] is not None and options["dataset_size"] < 1:
+        raise BaPipeError(f"--dataset-size must be at least 1, got {options['dataset_size']}; raise it")
+    names = ("minibatch", "microbatch", "schedule", "stages", "strategy", "space", "optimizer", "split_layers")
+    return Request(**{name: options[name] for name in names})
+
+
+def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[str, Any]:
+    """The plan, flat, as --json prints it."""
+    prediction = plan.prediction
+    values: dict[str, Any] = {
+        "kind": plan.kind,
+        "schedule": plan.schedule.name,
+        "microbatch_size": plan.microbatch_size,
+        "microbatches": plan.microbatches,
+        "minibatch": plan.minibatch,
+        "stages": [dataclasses.asdict(stage) for stage in plan.stages],
+        "caps": plan.schedule.caps,
+        "time": prediction.time,
+        "throughput": prediction.throughput,
+        "lower_bound": prediction.lower_bound,
+        "gap": prediction.gap,
+        "bubble": prediction.bubble,
+        "equation_1": found.ideal,
+        "source": prediction.source,
+        "strategy": plan.strategy,
+        "model": plan.model.name,
+        "rivals": [dataclasses.asdict(rival) for rival in plan.rivals],
+        "steps": [dataclasses.asdict(step) for step in found.steps],
+        "notes": list(plan.notes),
+    }
+    if options["dataset_size"]:
+        values["epoch_time"] = options["dataset_size"] / prediction.throughput
+    return cast(dict[str, Any], plain_number(values))
+
+
+def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from bapipe.report.plan_table import render_plan, render_steps
+    from bapipe.report.text import render_text
+
+    console = Console(highlight=False)
+    console.print(render_plan(plan))
+    if options["explain"]:
+        steps = found.steps or _paper_steps(found)
+        console.print(render_steps(steps))
+    timeline = plan_timeline(plan)
+    console.print(render_text(timeline, width=max(40, console.width), color=console.is_terminal, unit="s"))
+    if options["dataset_size"]:
+        epoch = options["dataset_size"] / plan.prediction.throughput
+        console.print(f"one epoch of {options['dataset_size']} samples: {format_seconds(epoch)}")
+    if options["out"]:
+        console.print(f"wrote {options['out']}", soft_wrap=True)
+
+
+def _paper_steps(found: Exploration) -> Sequence[Any]:
+    """The paper's steps for the same request, where the chosen partition came from elsewhere."""
+    request = dataclasses.replace(found.request, strategy="bapipe", schedule=None)
+    again = explore(found.profile, found.hardware.cluster, request)
+    stepped = [evaluation for evaluation in again.considered if evaluation.candidate.steps]
+    return stepped[0].candidate.steps if stepped else ()
+
+
+def _compare(profile: Profile, cluster: Cluster, request: Request, options: dict[str, Any]) -> None:
+    rows: list[dict[str, Any]] = []
+    for strategy in STRATEGIES:
+        try:
+            plan = make_plan(explore(profile, cluster, dataclasses.replace(request, strategy=strategy)))
+        except InfeasibleError as error:
+            rows.append({"strategy": strategy, "time": None, "reason": str(error)})
+            continue
+        rows.append(
+            {
+                "strategy": strategy,
+                "kind": plan.kind,
+                "schedule": plan.schedule.name,
+                "stages": [
+                    [len(stage.accelerators), stage.first_layer, stage.last_layer] for stage in plan.stages
+                ],
+                "microbatch_size": plan.microbatch_size,
+                "minibatch": plan.minibatch,
+                "time": plan.prediction.time,
+                "throughput": plan.prediction.throughput,
+                "gap": plan.prediction.gap,
+                "memory_bytes": max(stage.memory_bytes for stage in plan.stages),
+            }
+        )
+    if options["as_json"]:
+        click.echo(json.dumps(plain_number({"model": profile.model.name, "strategies": rows}), indent=1))
+    else:
+        _print_comparison(profile, rows)
+
+
+def _print_comparison(profile: Profile, rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    best = max((row["throughput"] for row in rows if row["time"] is not None), default=1.0)
+    table = Table(title=f"{profile.model.name}: strategies by the same simulator", title_justify="left")
+    for header in ("strategy", "plan", "time", "of best", "over bound", "memory"):
+        left = header in ("strategy", "plan")
+        table.add_column(header, justify="left" if left else "right", no_wrap=header != "plan")
+    for row in rows:
+        if row["time"] is None:
+            table.add_row(row["strategy"], "does not fit", *["–"] * 4)
+            continue
+        counts = "-".join(str(stage[0]) for stage in row["stages"])
+        table.add_row(
+            row["strategy"],
+            f"{row['schedule']} {counts}, b={row['microbatch_size']}",
+            format_seconds(row["time"]),
+            f"{row['throughput'] / best:.3f}x",
+            f"{row['gap']:.1%}",
+            format_bytes(row["memory_bytes"]),
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        "1-1-1: accelerators of each stage; b: micro-batch size; of best: samples/s beside the best row's; "
+        "memory: on the fullest accelerator.",
+        soft_wrap=True,
+    )

@@ -1,0 +1,346 @@
+"""The joint search: partition × schedule × micro-batch size × depth × replicas, against data parallelism.
+
+All candidates train the same mini-batch (except in the paper's space, where data parallelism updates once per
+N micro-batches, and throughput decides). Each is timed by the simulator; the fastest that fits is the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from bapipe.chain import Chain, make_chain
+from bapipe.cluster import Cluster
+from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate
+from bapipe.explore.data_parallel import Estimate, analytic_rivals, data_parallel_candidate
+from bapipe.explore.pipelines import Family, build, families_for, interleaved_candidate, optimal
+from bapipe.explore.request import Request, default_minibatch, microbatch_sizes, profiled_range
+from bapipe.explore.strategies import THOROUGH, fixed_partitions, paper_candidate
+from bapipe.partition.intra_layer import refine
+from bapipe.partition.steps import Step
+from bapipe.profile import Profile
+from bapipe.units import format_bytes
+
+__all__ = ["BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound"]
+
+BRUTE_LAYERS, BRUTE_STAGES = 10, 4
+"""sizes up to which a straight plan is compared with every other cut of its depth"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exploration:
+    """What the search found."""
+
+    request: Request
+    profile: Profile
+    hardware: Hardware
+    minibatch: int
+    best: Evaluation
+    considered: tuple[Evaluation, ...]
+    """the best of every family, the chosen one included, fastest first; some may not fit"""
+    estimates: tuple[Estimate, ...]
+    lower_bound: float
+    """seconds per mini-batch"""
+    ideal: float
+    """T of equation (1), seconds per micro-batch of the chosen size"""
+    steps: tuple[Step, ...]
+    evaluated: int
+    """candidates that were simulated"""
+    brute_gap: float | None
+    """how much slower the plan is than the best cut of the same depth, schedule and order of accelerators, each
+    one simulated; None where that was not tried"""
+
+
+def lower_bound(profile: Profile, cluster: Cluster, minibatch: int) -> float:
+    """Perfect split of the mini-batch at each accelerator's best profiled efficiency, no communication."""
+    _, _, sizes = profiled_range(profile, cluster)
+    rate = 0.0
+    for accelerator in cluster.accelerators:
+        best = 0.0
+        for size in sizes:
+            costs = profile.at(accelerator.type, size)
+            best = max(best, size / float((costs.forward + costs.backward).sum()))
+        rate += best
+    return minibatch / rate
+
+
+def explore(profile: Profile, cluster: Cluster, request: Request | None = None) -> Exploration:
+    """Find the fastest plan that fits; raises InfeasibleError saying what would help if none does."""
+    request = request or Request()
+    paper = request.space == "paper"
+    hardware = Hardware(cluster=cluster, optimizer=request.optimizer, overlap_all_reduce=not paper)
+    minibatch = request.minibatch or default_minibatch(profile, cluster, request.microbatch)
+    sizes = microbatch_sizes(profile, cluster, request, minibatch)
+    types = tuple(dict.fromkeys(item.type for item in cluster.accelerators))
+    if request.stages is not None and request.stages > len(cluster):
+        raise BaPipeError(
+            f"{request.stages} stages need as many accelerators, the cluster has {len(cluster)}; lower --stages"
+        )
+    found = _Found()
+    chains = {size: make_chain(profile, types, size) for size in sizes}
+    for size in sorted(sizes, key=lambda size: _perfect(chains[size], cluster, minibatch)):
+        found.bound = 0.0 if paper else _perfect(chains[size], cluster, minibatch)
+        if len(profile.layers) * len(cluster) > THOROUGH and found.best and found.best.time <= found.bound:
+            break
+        for family, candidate in _candidates(chains[size], hardware, request, minibatch, found):
+            if found.is_new(candidate):
+                found.add(family, evaluate(candidate, hardware))
+    if found.best is None:
+        raise _nothing_fits(found, hardware)
+    best = found.best
+    estimates = (
+        []
+        if paper
+        else analytic_rivals(best.candidate.chain, hardware, minibatch // best.candidate.chain.microbatch)
+    )
+    prefix = best.candidate.chain.work.sum(axis=1)
+    whole = [float(prefix[best.candidate.chain.row(item.type)]) for item in cluster.accelerators]
+    return Exploration(
+        request=request,
+        profile=profile,
+        hardware=hardware,
+        minibatch=best.samples if paper else minibatch,
+        best=best,
+        considered=tuple(sorted(found.by_family.values(), key=_rank)),
+        estimates=tuple(estimates),
+        lower_bound=lower_bound(profile, cluster, best.samples if paper else minibatch),
+        ideal=1.0 / sum(1.0 / time for time in whole),
+        steps=best.candidate.steps,
+        evaluated=found.count,
+        brute_gap=_brute_gap(best, hardware),
+    )
+
+
+def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:
+    """The plan's simulated time over the best of all cuts of its depth, for small straight pipelines."""
+    candidate = best.candidate
+    chain, stages = candidate.chain, candidate.stages
+    interleaved = candidate.schedule.num_ranks != len(stages)
+    if interleaved or len(chain) > BRUTE_LAYERS or not 2 <= len(stages) <= BRUTE_STAGES or not _straight(stages):
+        return None
+    fastest = best.time
+    for cuts in combinations(range(len(chain) - 1), len(stages) - 1):
+        bounds = zip((0, *(cut + 1 for cut in cuts)), (*cuts, len(chain) - 1), strict=True)
+        trial = tuple(
+            replace(stage, first=first, last=last) for stage, (first, last) in zip(stages, bounds, strict=True)
+        )
+        evaluation = evaluate(replace(candidate, stages=trial), hardware)
+        if evaluation.short is None:
+            fastest = min(fastest, evaluation.time)
+    return best.time / fastest - 1
+
+
+def _perfect(chain: Chain, cluster: Cluster, minibatch: int) -> float:
+    """No plan with this micro-batch size is faster: perfect split, no communication."""
+    whole = chain.work.sum(axis=1)
+    rate = sum(1.0 / float(whole[chain.row(item.type)]) for item in cluster.accelerators)
+    return minibatch / chain.microbatch / rate
+
+
+def _rank(evaluation: Evaluation) -> tuple[float, float]:
+    """Smaller is better: what fits by throughput, what does not by how much it lacks."""
+    short = evaluation.short
+    return (0.0 if short is None else short[1], -evaluation.throughput)
+
+
+class _Found:
+    """The best evaluation of each family."""
+
+    def __init__(self) -> None:
+        self.by_family: dict[str, Evaluation] = {}
+        self.count = 0
+        self.bound = 0.0
+        """seconds that no candidate of the micro-batch size at hand can beat"""
+        self._seen: set[tuple[object, ...]] = set()
+
+    def is_new(self, candidate: Candidate) -> bool:
+        """Whether these stages were not yet timed under this schedule; several strategies often agree."""
+        schedule = candidate.schedule
+        key = (candidate.chain.units, candidate.chain.microbatch, candidate.stages, schedule.name, schedule.caps)
+        new = key not in self._seen or bool(candidate.steps)
+        self._seen.add(key)
+        return new
+
+    def add(self, family: str, evaluation: Evaluation) -> None:
+        self.count += 1
+        held = self.by_family.get(family)
+        if held is None or _rank(evaluation) < _rank(held):
+            self.by_family[family] = evaluation
+
+    def hopeless(self, family: str) -> bool:
+        """Whether the family has done better already than the size at hand allows."""
+        held = self.by_family.get(family)
+        return held is not None and held.short is None and held.time <= self.bound
+
+    @property
+    def best(self) -> Evaluation | None:
+        fitting = [evaluation for evaluation in self.by_family.values() if evaluation.short is None]
+        return min(fitting, key=_rank) if fitting else None
+
+
+def _candidates(
+    chain: Chain, hardware: Hardware, request: Request, minibatch: int, found: _Found
+) -> Iterator[tuple[str, Candidate]]:
+    """All candidates of one micro-batch size, each with the family it competes in."""
+    cluster, count = hardware.cluster, len(hardware.cluster)
+    paper = request.space == "paper"
+    wants_dp = request.schedule in (None, "data-parallel") and request.strategy in ("exact", "bapipe", "dp")
+    if wants_dp and request.stages in (None, 1):
+        if paper:
+            yield "data-parallel", data_parallel_candidate(chain, hardware, 1)
+        elif minibatch % (chain.microbatch * count) == 0:
+            steps = minibatch // (chain.microbatch * count)
+            name = "data-parallel" if steps == 1 else "data-parallel, accumulated"
+            yield name, data_parallel_candidate(chain, hardware, steps)
+    if request.strategy == "dp" or request.schedule == "data-parallel":
+        return
+    microbatches = minibatch // chain.microbatch
+    known = families_for(cluster, paper=paper)
+    wanted = "gpipe" if request.strategy == "gpipe" else request.schedule
+    families = {name: family for name, family in known.items() if wanted in (None, family.schedule)}
+    if not families and wanted != "interleaved":
+        raise BaPipeError(
+            f"schedule {wanted} does not suit these accelerators{' in the space of the paper' if paper else ''}; "
+            f"known here: {', '.join(known)}"
+        )
+    fixed = fixed_partitions(chain, hardware, request)
+    for name, family in families.items():
+        if found.hopeless(name):
+            continue
+        for stages in fixed:
+            if (_straight(stages) or family.replicas) and not _whole_everywhere(stages):
+                again = tuple(replace(stage, recompute=family.recompute == "always") for stage in stages)
+                yield _named(name, again), build(chain, again, family, microbatches, hardware)
+        if request.strategy in ("exact", "gpipe"):
+            for own_chain, cut in _optimal(chain, hardware, family, microbatches, request):
+                if _whole_everywhere(cut):
+                    continue  # data parallelism, a candidate of its own
+                yield _named(name, cut), build(own_chain, cut, family, microbatches, hardware)
+        if request.strategy == "bapipe" or (request.strategy == "exact" and len(chain) * count <= THOROUGH):
+            candidate = paper_candidate(chain, hardware, family, microbatches, request)
+            if candidate is not None:
+                yield _named(name, candidate.stages), candidate
+    if (
+        wanted in (None, "interleaved")
+        and not paper
+        and request.strategy == "exact"
+        and not found.hopeless("interleaved")
+    ):
+        yield from _interleaved(chain, hardware, microbatches, request)
+
+
+def _named(family: str, stages: Sequence[StageChoice]) -> str:
+    return family if _straight(stages) else f"{family}, hybrid"
+
+
+def _whole_everywhere(stages: Sequence[StageChoice]) -> bool:
+    return len(stages) == 1 and len(stages[0].accelerators) > 1
+
+
+def _straight(stages: Sequence[StageChoice]) -> bool:
+    return all(len(stage.accelerators) == 1 for stage in stages)
+
+
+def _optimal(
+    chain: Chain, hardware: Hardware, family: Family, microbatches: int, request: Request
+) -> Iterator[tuple[Chain, list[StageChoice]]]:
+    """The exact optimum: straight, with replicas, and with boundary layers split, each once."""
+    paper = request.space == "paper"
+    count = len(hardware.cluster)
+    depth = request.stages or (count if paper else None)
+    if depth is not None and depth > len(chain):
+        raise BaPipeError(
+            f"{depth} stages need at least {depth} layers, {chain.profile.model.name} has {len(chain)}; "
+            "lower --stages"
+        )
+    levels = [True] if hardware.cluster.between is None else [True, False]
+    widths = [False, True] if family.replicas and not paper and depth is None and count > 1 else [False]
+    for fast in levels:
+        for wide in widths:
+            try:
+                stages = optimal(
+                    chain, hardware, family, microbatches, num_stages=depth, replicas=wide, fast_links=fast
+                )
+            except InfeasibleError:
+                if wide:
+                    continue
+                stages = optimal(
+                    chain,
+                    hardware,
+                    family,
+                    microbatches,
+                    num_stages=depth or min(count, len(chain)),
+                    unlimited=True,
+                    fast_links=fast,
+                )
+            yield chain, stages
+            if request.split_layers and not wide:
+                yield from _split(chain, stages, hardware, family, microbatches, fast)
+
+
+def _split(
+    chain: Chain,
+    stages: list[StageChoice],
+    hardware: Hardware,
+    family: Family,
+    microbatches: int,
+    fast: bool,
+) -> Iterator[tuple[Chain, list[StageChoice]]]:
+    """The optimum with the layers next to the cuts divided into slices."""
+    cuts = [stage.last for stage in stages[:-1]]
+    beside = sorted({chain.units[unit].layer for cut in cuts for unit in (cut, cut + 1)})
+    finer = refine(chain, beside)
+    if len(finer) > len(chain):
+        try:
+            yield finer, optimal(finer, hardware, family, microbatches, num_stages=len(stages), fast_links=fast)
+        except InfeasibleError:
+            return
+
+
+def _interleaved(
+    chain: Chain, hardware: Hardware, microbatches: int, request: Request
+) -> Iterator[tuple[str, Candidate]]:
+    ranks = request.stages or len(hardware.cluster)
+    forced = request.schedule == "interleaved"
+    for virtual in (2, 3):
+        if ranks < 2 or (microbatches < ranks and not forced):
+            return
+        try:
+            yield (
+                "interleaved",
+                interleaved_candidate(chain, hardware, microbatches, ranks=ranks, virtual=virtual),
+            )
+        except BaPipeError:
+            if forced and virtual == 2:
+                raise
+            return
+
+
+def _nothing_fits(found: _Found, hardware: Hardware) -> InfeasibleError:
+    """Which stage of the closest candidate lacks how much, and what would help."""
+    closest = min(found.by_family.values(), key=_rank)
+    assert closest.short is not None
+    stage, short = closest.short
+    choice, chain = closest.candidate.stages[stage], closest.candidate.chain
+    names = chain.profile.layers
+    first, last = chain.units[choice.first].layer, chain.units[choice.last].layer
+    weights = chain.weight_bytes * hardware.static_copies() + chain.stash * closest.live[stage]
+    heaviest = chain.units[choice.first + int(weights[choice.first : choice.last + 1].argmax())].layer
+    need = closest.memory[stage]
+    helps = [f"accelerators of {format_bytes(need)}"]
+    if chain.microbatch > 1:
+        helps.append("a smaller --microbatch (profile smaller sizes if they are missing)")
+    if hardware.optimizer != "sgd":
+        saved = float(chain.weight_bytes[choice.first : choice.last + 1].sum()) * (hardware.static_copies() - 2)
+        helps.append(f"--optimizer sgd (saves {format_bytes(saved)} there)")
+    if len(closest.candidate.stages) < len(chain):
+        helps.append("more accelerators")
+    return InfeasibleError(
+        f"nothing fits: the closest, {closest.candidate.label} at micro-batch {chain.microbatch}, is "
+        f"{format_bytes(short)} short on stage {stage} (layers '{names[first].name[:60]}' to "
+        f"'{names[last].name[:60]}', the heaviest '{names[heaviest].name[:60]}'), which needs "
+        f"{format_bytes(need)} of {format_bytes(closest.capacity[stage])}; any of these would help: "
+        + "; ".join(helps)
+    )

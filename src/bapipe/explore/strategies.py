@@ -1,0 +1,154 @@
+"""Partitions that do not depend on the schedule (the rivals'), and the paper's, which depends on its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from bapipe.chain import Chain
+from bapipe.errors import BaPipeError
+from bapipe.evaluate import Candidate, Hardware, StageChoice
+from bapipe.explore.pipelines import Family, build, straight_stages
+from bapipe.explore.request import Request
+from bapipe.partition import rivals
+from bapipe.partition.bapipe import balanced_partition
+from bapipe.partition.cuts import Cuts, starts
+
+__all__ = ["PIPEDREAM_LAYERS", "THOROUGH", "fixed_partitions", "paper_candidate"]
+
+THOROUGH = 5_000
+"""layers · accelerators up to which the exact search also tries what the rivals would choose"""
+PIPEDREAM_LAYERS = 64
+"""layers up to which PipeDream's own dynamic programme is run beside the exact search"""
+
+
+def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
+    depth = request.stages or len(hardware.cluster)
+    if request.stages is None and request.space == "full":
+        depth = min(depth, len(chain))
+    if depth > len(chain):
+        raise BaPipeError(
+            f"{depth} stages need at least {depth} layers, {chain.profile.model.name} has {len(chain)}; "
+            "lower --stages"
+        )
+    return depth
+
+
+def transfer_of(hardware: Hardware) -> Callable[[Chain], Callable[[int], float]]:
+    """chain -> (cut -> seconds its link is busy per micro-batch), on the slowest link between neighbours."""
+    cluster = hardware.cluster
+    link = (
+        cluster.within
+        if cluster.between is None
+        else min(cluster.within, cluster.between, key=lambda item: item.bandwidth)
+    )
+
+    def of(chain: Chain) -> Callable[[int], float]:
+        def seconds(cut: int) -> float:
+            sizes = (float(chain.boundary_forward[cut]), float(chain.boundary_backward[cut]))
+            return (sum(sizes) if link.duplex == "half" else max(sizes)) / link.bandwidth + link.latency
+
+        return seconds
+
+    return of
+
+
+def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list[tuple[StageChoice, ...]]:
+    """The rivals' stages: the asked one's, or, for the exact strategy, all of them as candidates of its own."""
+    cluster = hardware.cluster
+    depth = _depth(chain, hardware, request)
+    row = chain.row(cluster.accelerators[0].type)
+    makers: dict[str, Callable[[], Sequence[int]]] = {
+        "uniform": lambda: rivals.uniform(len(chain), depth),
+        "parameters": lambda: rivals.by_parameters(chain.weight_bytes.tolist(), depth),
+        "time": lambda: rivals.by_time(chain.work[row].tolist(), depth),
+    }
+    thorough = request.strategy == "exact" and len(chain) * len(cluster) <= THOROUGH
+    wanted = list(makers) if thorough else [name for name in makers if name == request.strategy]
+    found: dict[tuple[StageChoice, ...], None] = {}
+    for name in wanted:
+        cuts = makers[name]()
+        if len(set(cuts)) == depth:
+            found[tuple(straight_stages(cuts, range(depth)))] = None
+    small = len(chain) <= PIPEDREAM_LAYERS and len(cluster) <= 16
+    if request.strategy == "pipedream" or (request.strategy == "exact" and small and cluster.topology == "full"):
+        for stages in _pipedream(chain, hardware, request, depth):
+            found[stages] = None
+    return list(found)
+
+
+def _pipedream(chain: Chain, hardware: Hardware, request: Request, depth: int) -> list[tuple[StageChoice, ...]]:
+    """PipeDream's own optimum: straight, and with replicated stages where the space allows them."""
+    cluster = hardware.cluster
+    row = chain.row(cluster.accelerators[0].type)
+    found = [tuple(straight_stages(_pipedream_straight(chain, hardware, row, depth), range(depth)))]
+    if request.stages is None and request.space == "full" and len(cluster) > 1:
+        plan = rivals.pipedream(
+            times=chain.work[row].tolist(),
+            activation_bytes=chain.boundary_forward.tolist(),
+            weight_bytes=chain.weight_bytes.tolist(),
+            workers=len(cluster),
+            bandwidth=cluster.within.bandwidth,
+            replicate=True,
+        )
+        stages, at = [], 0
+        for first, last, count in plan:
+            members = tuple(range(at, at + count))
+            at += count
+            stages.append(StageChoice(first=first, last=last, accelerators=members))
+        found.append(tuple(stages))
+    return found
+
+
+def _pipedream_straight(chain: Chain, hardware: Hardware, row: int, depth: int) -> list[int]:
+    plan = rivals.pipedream(
+        times=chain.work[row].tolist(),
+        activation_bytes=chain.boundary_forward.tolist(),
+        weight_bytes=chain.weight_bytes.tolist(),
+        workers=depth,
+        bandwidth=hardware.cluster.within.bandwidth,
+        replicate=False,
+    )
+    return [last for _, last, _ in plan]
+
+
+def paper_candidate(
+    chain: Chain, hardware: Hardware, family: Family, microbatches: int, request: Request
+) -> Candidate | None:
+    """The paper's balanced partition for a family of schedules, on the accelerators in the cluster's order."""
+    if family.recompute == "always":
+        return None
+    cluster = hardware.cluster
+    depth = _depth(chain, hardware, request)
+    members = range(depth)
+    rows = [chain.row(cluster.accelerators[index].type) for index in members]
+    capacity = [cluster.type_of(index).memory for index in members]
+
+    def memory_of(own: Chain) -> Callable[[Cuts], list[float]]:
+        weights = np.concatenate([[0.0], np.cumsum(own.weight_bytes)]) * hardware.static_copies()
+        stash = np.concatenate([[0.0], np.cumsum(own.stash)])
+
+        def needs(cuts: Cuts) -> list[float]:
+            needed = []
+            for index, (first, last) in enumerate(zip(starts(cuts), cuts, strict=True)):
+                live = family.inflight(depth - index, depth, microbatches)
+                buffers = 2 * float(own.boundary_backward[last])
+                buffers += 2 * float(own.input_bytes[first]) if index else 0.0
+                features = live * float(stash[last + 1] - stash[first] + own.resident_input[first])
+                needed.append(float(weights[last + 1] - weights[first]) + features + buffers + own.workspace)
+            return needed
+
+        return needs
+
+    balanced = balanced_partition(
+        chain,
+        rows,
+        transfer_of=transfer_of(hardware),
+        memory_of=memory_of,
+        capacity=capacity,
+        split_layers=request.strategy == "bapipe" or request.split_layers,
+    )
+    stages = straight_stages(balanced.cuts, members)
+    return replace(build(balanced.chain, stages, family, microbatches, hardware), steps=balanced.steps)

@@ -1,0 +1,131 @@
+"""Plans made by hand from examples/tiny-profile.json, for tests that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from bapipe.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.model import ModelRef
+from bapipe.plan import Plan, PlanStage, Prediction
+from bapipe.profile import Profile, read_profile
+from bapipe.schedule.actions import Schedule
+from bapipe.schedule.files import ScheduleFile
+from bapipe.schedule.orders import capped, make_schedule, with_update
+
+__all__ = ["ROOT", "caps_of", "make_plan", "tiny_profile"]
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = AcceleratorType(
+    name="cpu-core",
+    kind="cpu",
+    flops={"fp32": 5e10},
+    memory=4e9,
+    memory_bandwidth=1e10,
+    execution="synchronous",
+)
+
+
+def tiny_profile() -> Profile:
+    return read_profile(ROOT / "examples" / "tiny-profile.json")
+
+
+def _cut(costs: np.ndarray, stages: int) -> list[tuple[int, int]]:
+    """Consecutive layers of about equal cost: stage i ends where the running sum passes its share."""
+    sums = np.cumsum(costs)
+    firsts = [0]
+    for stage in range(1, stages):
+        end = int(np.searchsorted(sums, sums[-1] * stage / stages))
+        firsts.append(min(max(end + 1, firsts[-1] + 1), len(costs) - stages + stage))
+    return list(zip(firsts, [*(first - 1 for first in firsts[1:]), len(costs) - 1], strict=True))
+
+
+def _schedule(name: str, stages: int, microbatches: int) -> Schedule:
+    """By name, or `1f1b:3,2,1` with caps."""
+    kind, _, caps = name.partition(":")
+    if caps:
+        return capped(stages, microbatches, [int(cap) for cap in caps.split(",")])
+    return make_schedule(kind, stages, microbatches)
+
+
+def caps_of(plan: Plan) -> tuple[int, ...]:
+    """min(M, K_i) of each stage: what may be live at most, and is."""
+    assert plan.schedule.caps is not None
+    return tuple(min(plan.microbatches, cap) for cap in plan.schedule.caps)
+
+
+def make_plan(
+    schedule: str | Schedule,
+    *,
+    stages: int = 2,
+    microbatches: int = 4,
+    microbatch_size: int = 8,
+    minibatch: int | None = None,
+    optimizer: str = "sgd",
+    update: bool = True,
+    model: ModelRef | None = None,
+    layers: Sequence[str] | None = None,
+) -> Plan:
+    """A plan for so many CPU ranks of one host; another model's layers cost what the profile's first ones do."""
+    profile = tiny_profile()
+    names = tuple(layers or (layer.name for layer in profile.layers))
+    costs = profile.at("cpu-core", microbatch_size)
+    chosen = slice(0, len(names))
+    orders = _schedule(schedule, stages, microbatches) if isinstance(schedule, str) else schedule
+    if update:
+        orders = with_update(orders)
+    cluster = Cluster(
+        name=f"{stages} CPU ranks",
+        accelerators=tuple(
+            Accelerator(name=f"localhost/{i}", type="cpu-core", node="localhost") for i in range(stages)
+        ),
+        types={"cpu-core": CPU},
+        within=Link(bandwidth=1e9, latency=50e-6),
+    )
+    parts = []
+    for index, (first, last) in enumerate(_cut((costs.forward + costs.backward)[chosen], stages)):
+        span = slice(first, last + 1)
+        parts.append(
+            PlanStage(
+                accelerators=(f"localhost/{index}",),
+                first_layer=first,
+                last_layer=last,
+                layers=names[span],
+                forward=float(costs.forward[span].sum()),
+                backward=float(costs.backward[span].sum()),
+                weight_gradient=float(costs.weight_gradient[span].sum()),
+                update=float(costs.update[span].sum()),
+                send_forward_bytes=float(costs.boundary_forward[last]),
+                send_backward_bytes=float(costs.boundary_backward[first - 1]) if first else 0.0,
+                weight_bytes=float(profile.weight_bytes[span].sum()),
+                memory_bytes=0.0,
+                memory_capacity=CPU.memory,
+                peak_features=1.0,
+            )
+        )
+    unpredicted = Prediction(
+        time=1.0, throughput=1.0, bubble=0.0, exposed_communication=0.0, lower_bound=1.0, gap=0.0, source="none"
+    )
+    return Plan(
+        kind="pipeline",
+        model=model or profile.model,
+        profile_hash=profile.hash,
+        cluster=cluster,
+        dtype=profile.dtype,
+        optimizer=optimizer,
+        strategy="by hand",
+        microbatch_size=microbatch_size,
+        microbatches=microbatches,
+        minibatch=microbatches * microbatch_size if minibatch is None else minibatch,
+        stages=tuple(parts),
+        schedule=ScheduleFile.of(orders),
+        prediction=unpredicted,
+    )
+
+
+def double(model: ModelRef, **args: int) -> ModelRef:
+    """The same model in float64 and with other arguments, which its fingerprint is not of."""
+    return replace(model, args={**model.args, **args, "float64": True}, fingerprint=None)

@@ -6,6 +6,7 @@ N micro-batches, and throughput decides). Each is timed by the simulator; the fa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -80,10 +81,11 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         )
     found = _Found()
     chains = {size: make_chain(profile, types, size) for size in sizes}
-    for size in sorted(sizes, key=lambda size: _perfect(chains[size], cluster, minibatch)):
+    ordered = sorted(sizes, key=lambda size: _perfect(chains[size], cluster, minibatch))
+    if len(profile.layers) * len(cluster) > THOROUGH and request.strategy == "exact":
+        ordered = _promising([chains[size] for size in ordered], hardware, request, minibatch)
+    for size in ordered:
         found.bound = 0.0 if paper else _perfect(chains[size], cluster, minibatch)
-        if len(profile.layers) * len(cluster) > THOROUGH and found.best and found.best.time <= found.bound:
-            break
         for family, candidate in _candidates(chains[size], hardware, request, minibatch, found):
             if found.is_new(candidate):
                 found.add(family, evaluate(candidate, hardware))
@@ -130,6 +132,28 @@ def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:
         if evaluation.short is None:
             fastest = min(fastest, evaluation.time)
     return best.time / fastest - 1
+
+
+def _promising(chains: list[Chain], hardware: Hardware, request: Request, minibatch: int) -> list[int]:
+    """Of a large problem's micro-batch sizes the one that a straight pipeline or data parallelism likes best."""
+    family = list(families_for(hardware.cluster, paper=False).values())[1]
+    times: dict[int, float] = {}
+    for chain in chains:
+        microbatches = minibatch // chain.microbatch
+        candidates = []
+        if minibatch % (chain.microbatch * len(hardware.cluster)) == 0:
+            steps = minibatch // (chain.microbatch * len(hardware.cluster))
+            candidates.append(data_parallel_candidate(chain, hardware, steps))
+        for _, stages in _optimal(chain, hardware, _without_replicas(family), microbatches, request):
+            candidates.append(build(chain, stages, family, microbatches, hardware))
+        evaluations = [evaluate(candidate, hardware) for candidate in candidates]
+        fitting = [evaluation.time for evaluation in evaluations if evaluation.short is None]
+        times[chain.microbatch] = min(fitting, default=math.inf)
+    return sorted(times, key=lambda size: (times[size], size))[:1]
+
+
+def _without_replicas(family: Family) -> Family:
+    return replace(family, replicas=False)
 
 
 def _perfect(chain: Chain, cluster: Cluster, minibatch: int) -> float:
@@ -256,7 +280,9 @@ def _optimal(
             "lower --stages"
         )
     levels = [True] if hardware.cluster.between is None else [True, False]
-    widths = [False, True] if family.replicas and not paper and depth is None and count > 1 else [False]
+    # Replicas make the exact search dear; a large problem tries them under the schedule that gains most by them.
+    tried = len(chain) * count <= THOROUGH or family.schedule == "1f1b-so"
+    widths = [False, True] if family.replicas and tried and not paper and depth is None and count > 1 else [False]
     for fast in levels:
         for wide in widths:
             try:
@@ -264,7 +290,7 @@ def _optimal(
                     chain, hardware, family, microbatches, num_stages=depth, replicas=wide, fast_links=fast
                 )
             except InfeasibleError:
-                if wide:
+                if wide or (len(chain) * count > THOROUGH and request.schedule is None):
                     continue
                 stages = optimal(
                     chain,

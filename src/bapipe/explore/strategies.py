@@ -62,16 +62,14 @@ def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list
     row = chain.row(cluster.accelerators[0].type)
     makers: dict[str, Callable[[], Sequence[int]]] = {
         "uniform": lambda: rivals.uniform(len(chain), depth),
-        "parameters": lambda: rivals.by_parameters(chain.weight_bytes.tolist(), depth),
+        "parameters": lambda: rivals.by_parameter_spread(chain.weight_bytes.tolist(), depth),
         "time": lambda: rivals.by_time(chain.work[row].tolist(), depth),
     }
     thorough = request.strategy == "exact" and len(chain) * len(cluster) <= THOROUGH
     wanted = list(makers) if thorough else [name for name in makers if name == request.strategy]
     found: dict[tuple[StageChoice, ...], None] = {}
     for name in wanted:
-        cuts = makers[name]()
-        if len(set(cuts)) == depth:
-            found[tuple(straight_stages(cuts, range(depth)))] = None
+        found[_stages(makers[name](), [1] * depth, len(chain))] = None
     small = len(chain) <= PIPEDREAM_LAYERS and len(cluster) <= 16
     if request.strategy == "pipedream" or (request.strategy == "exact" and small and cluster.topology == "full"):
         for stages in _pipedream(chain, hardware, request, depth):
@@ -79,39 +77,34 @@ def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list
     return list(found)
 
 
+def _stages(firsts: Sequence[int], replicas: Sequence[int], units: int) -> tuple[StageChoice, ...]:
+    """Stages from the first layer of every stage but the first; an empty stage's accelerators stay idle."""
+    edges = [0, *firsts, units]
+    stages, at = [], 0
+    for first, end, count in zip(edges[:-1], edges[1:], replicas, strict=True):
+        if end > first:
+            members = tuple(range(at, at + count))
+            stages.append(StageChoice(first=first, last=end - 1, accelerators=members))
+            at += count
+    return tuple(stages)
+
+
 def _pipedream(chain: Chain, hardware: Hardware, request: Request, depth: int) -> list[tuple[StageChoice, ...]]:
     """PipeDream's own optimum: straight, and with replicated stages where the space allows them."""
     cluster = hardware.cluster
     row = chain.row(cluster.accelerators[0].type)
-    found = [tuple(straight_stages(_pipedream_straight(chain, hardware, row, depth), range(depth)))]
-    if request.stages is None and request.space == "full" and len(cluster) > 1:
+    free = request.stages is None and request.space == "full" and len(cluster) > 1
+    found = []
+    for machines, straight in [(depth, True), *([(len(cluster), False)] if free else [])]:
         plan = rivals.pipedream(
-            times=chain.work[row].tolist(),
-            activation_bytes=chain.boundary_forward.tolist(),
-            weight_bytes=chain.weight_bytes.tolist(),
-            workers=len(cluster),
-            bandwidth=cluster.within.bandwidth,
-            replicate=True,
+            chain.work[row].tolist(),
+            transfer=(chain.boundary_forward[:-1] / cluster.within.bandwidth).tolist(),
+            synchronise=(chain.weight_bytes / cluster.within.bandwidth).tolist(),
+            machines=machines,
+            straight=straight,
         )
-        stages, at = [], 0
-        for first, last, count in plan:
-            members = tuple(range(at, at + count))
-            at += count
-            stages.append(StageChoice(first=first, last=last, accelerators=members))
-        found.append(tuple(stages))
+        found.append(_stages(plan.cuts, plan.replicas, len(chain)))
     return found
-
-
-def _pipedream_straight(chain: Chain, hardware: Hardware, row: int, depth: int) -> list[int]:
-    plan = rivals.pipedream(
-        times=chain.work[row].tolist(),
-        activation_bytes=chain.boundary_forward.tolist(),
-        weight_bytes=chain.weight_bytes.tolist(),
-        workers=depth,
-        bandwidth=hardware.cluster.within.bandwidth,
-        replicate=False,
-    )
-    return [last for _, last, _ in plan]
 
 
 def paper_candidate(

@@ -52,17 +52,14 @@ def test_no_rival_is_faster_by_the_same_simulator(name: str, count: int) -> None
 def test_the_straight_bottleneck_is_pipedreams_optimum(name: str, count: int, bandwidth: float) -> None:
     chain = make_chain(profile_of(name), ["v100-16"], 128)
     count = min(count, len(chain))
-    plan = rivals.pipedream(
-        times=chain.work[0].tolist(),
-        activation_bytes=chain.boundary_forward.tolist(),
-        weight_bytes=chain.weight_bytes.tolist(),
-        workers=count,
-        bandwidth=bandwidth,
-        replicate=False,
-    )
-    times = [float(chain.work[0, first : last + 1].sum()) for first, last, _ in plan]
-    sends = [2 * float(chain.boundary_forward[last]) / bandwidth for _, last, _ in plan[:-1]]
     send = chain.boundary_forward[:-1] / bandwidth
+    theirs = rivals.pipedream(
+        chain.work[0].tolist(),
+        transfer=send.tolist(),
+        synchronise=[0.0] * len(chain),
+        machines=count,
+        straight=True,
+    )
     problem = Problem.unlimited(
         forward=chain.forward,
         backward=chain.backward,
@@ -74,7 +71,7 @@ def test_the_straight_bottleneck_is_pipedreams_optimum(name: str, count: int, ba
         duplex_half=True,
     )
     found = solve(problem, minimise="bottleneck")
-    assert found.bottleneck == pytest.approx(max([*times, *sends]), rel=1e-9)
+    assert found.bottleneck == pytest.approx(theirs.bottleneck, rel=1e-9)
 
 
 @pytest.mark.parametrize("gigabytes", [1, 2, 4])

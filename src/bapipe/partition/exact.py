@@ -53,8 +53,8 @@ Minimise = Literal["time", "bottleneck"]
 
 MAX_STATES = 2_000_000_000
 """states the search may visit by default: within a minute with numba"""
-NUMBA_FROM = 100_000
-"""layers · accelerators · types² from which loading numba (about a second) pays for itself"""
+NUMBA_FROM = 200_000
+"""layers · accelerators, times 100 for several types in any order, from which loading numba pays for itself"""
 
 
 def solve(
@@ -92,7 +92,8 @@ def _solution(problem: Problem, tables: Tables, outcome: Outcome) -> Solution:
 def _wants_numba(problem: Problem, engine: Engine) -> bool:
     if engine != "auto":
         return engine == "numba"
-    large = problem.layers * problem.accelerators * problem.types**2 >= NUMBA_FROM
+    weight = 100 if problem.types > 1 and problem.order is None else 1
+    large = weight * problem.layers * problem.accelerators >= NUMBA_FROM
     return (large or "numba" in sys.modules) and numba_available()
 
 

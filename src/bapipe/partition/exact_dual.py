@@ -8,6 +8,7 @@ the counts, that plan is optimal and no search over the counts is needed; as a r
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
@@ -102,6 +103,7 @@ def _highest(
     return best, at
 
 
+@functools.cache
 def _grid(dimensions: int) -> Floats:
     steps = np.linspace(-1.0, 1.0, 5 if dimensions <= 3 else 3)
     return np.array(list(itertools.product(steps, repeat=dimensions)))

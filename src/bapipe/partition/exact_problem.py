@@ -10,7 +10,8 @@ seconds its outgoing cut keeps a link busy each way, c_s = max(cf, cb), or cf + 
     time    T = Φ + B + Ω
 
 With exposed communication (1F1B-SNO) w_s in B, and only there, also holds cf + cb of the cut after the stage:
-N alike stages then give (M + N − 1)(F + B) + (N + M − 2)·(cf + cb), the BaPipe paper's Table 1.
+N alike stages then give (M + N − 1)(F + B) + (N + M − 2)·(cf + cb), a little more than the paper's Table II, which
+has ⌈(M − 1)/N⌉ exposed transfers fewer each way.
 """
 
 from __future__ import annotations

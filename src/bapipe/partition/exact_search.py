@@ -73,6 +73,30 @@ class _Box:
             update_high=min(self.update_high, spare - self.steady_low),
         )
 
+    def without(self, found: Found, margin: float) -> list[_Box]:
+        """Cut into parts that hold all plans but `found`, of least Φ here, and those no better by 2 · margin.
+
+        A better plan must have a smaller B or a smaller Ω. Parts that stay nearly as long as this box are halved.
+        """
+        parts = [
+            replace(self, steady_high=min(self.steady_high, found.steady - margin)),
+            replace(
+                self,
+                steady_low=max(self.steady_low, found.steady - margin),
+                update_high=min(self.update_high, found.update - margin),
+            ),
+        ]
+        result: list[_Box] = []
+        for part in parts:
+            if part.steady_high >= part.steady_low and part.update_high >= part.update_low:
+                result.extend(part.halves() if part.length > 0.75 * self.length else [part])
+        return result
+
+    @property
+    def length(self) -> float:
+        """The longer side."""
+        return max(self.steady_high - self.steady_low, self.update_high - self.update_low)
+
     def halves(self) -> tuple[_Box, _Box]:
         """Cut across the longer side."""
         middle = (self.steady_low + self.steady_high) / 2
@@ -138,9 +162,12 @@ def least_time(tables: Tables, *, max_states: int) -> Outcome:
         if not least.resolved and box.bound + _COARSEST * best.time > box.fill + box.steady_high + box.update_high:
             left_out = min(left_out, box.bound)
             continue
-        for half in box.halves():
-            if half.bound < best.time * (1 - ROUNDING):
-                heapq.heappush(heap, half)
+        parts = list(box.halves())
+        if least.found is not None and least.resolved:
+            parts = box.without(least.found, ROUNDING / 4 * best.time)
+        for part in parts:
+            if part.bound < best.time * (1 - ROUNDING):
+                heapq.heappush(heap, part)
     lowest = min(left_out, best.time)
     return Outcome(best=best, lower_bound=lowest, proved=lowest >= best.time * (1 - ROUNDING), states=states)
 

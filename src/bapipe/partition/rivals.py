@@ -1,149 +1,212 @@
-"""How other systems cut a network, re-implemented from what they publish, for comparison in one table.
+"""How other systems cut a network into stages, re-implemented from their published behaviour, to compare with.
 
-Each returns the last layer of every stage; PipeDream's also the replicas.
+All return cuts: the first layer of every stage but the first. Cuts never decrease; where two are equal, or the
+last is the number of layers, a stage is empty, as the system itself would leave it.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-
-import numpy as np
+from dataclasses import dataclass
+from itertools import accumulate
 
 from bapipe.errors import BaPipeError
 
-__all__ = ["by_parameters", "by_time", "pipedream", "uniform"]
+__all__ = ["PipeDreamPlan", "by_parameter_spread", "by_parameters", "by_time", "pipedream", "uniform"]
+
+Cuts = tuple[int, ...]
 
 
-def _require(layers: int, stages: int) -> None:
-    if not 1 <= stages <= layers:
-        raise BaPipeError(f"{stages} stages need at least {stages} layers, got {layers}; lower --stages")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipeDreamPlan:
+    """What PipeDream's optimizer decides."""
+
+    cuts: Cuts
+    replicas: tuple[int, ...]
+    """machines of every stage"""
+    bottleneck: float
+    """seconds per micro-batch of the slowest stage or transfer, by PipeDream's own count"""
 
 
-def uniform(layers: int, stages: int) -> list[int]:
-    """As many layers each, the first stages one more where it does not divide (DeepSpeed's "uniform")."""
-    _require(layers, stages)
-    size, more = divmod(layers, stages)
-    return [size * (stage + 1) + min(stage + 1, more) - 1 for stage in range(stages)]
+def uniform(layers: int, stages: int) -> Cuts:
+    """Cut into stages of equally many layers, the first ones larger by one: DeepSpeed's "uniform".
 
-
-def by_parameters(weights: Sequence[float], stages: int) -> list[int]:
-    """DeepSpeed's "parameters": a dynamic programme that keeps the spread of stage weights small.
-
-    Its state holds the largest and smallest stage of one best prefix, so it is not exact: [1, 4, 1, 1, 2] in 3
-    gives a stage of 5 where 4 is possible. O(L²·N), the inner loop vectorised.
+    With fewer layers than stages the last stages are empty.
     """
-    _require(len(weights), stages)
-    count = len(weights)
-    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(weights, float))])
-    largest = np.full((count + 1, stages + 1), np.inf)
-    smallest = np.full((count + 1, stages + 1), np.inf)
-    previous = np.zeros((count + 1, stages + 1), dtype=int)
-    largest[0, 0] = 0.0
-    for last in range(1, count + 1):
-        sums = prefix[last] - prefix[:last]
-        for parts in range(1, min(last, stages) + 1):
-            high = np.maximum(largest[:last, parts - 1], sums)
-            low = np.minimum(smallest[:last, parts - 1], sums)
-            spread = np.where(np.isinf(high), np.inf, high - low)
-            # The latest of equal cuts, as a loop that replaces on ties would leave it.
-            cut = last - 1 - int(np.argmin(spread[::-1]))
-            if np.isinf(spread[cut]):
-                continue
-            largest[last, parts], smallest[last, parts] = high[cut], low[cut]
-            previous[last, parts] = cut
-    cuts, end = [], count
-    for parts in range(stages, 0, -1):
-        cuts.append(end - 1)
-        end = int(previous[end, parts])
-    return cuts[::-1]
+    _check(layers, stages)
+    share, extra = divmod(layers, stages)
+    return tuple(stage * share + min(stage, extra) for stage in range(1, stages))
 
 
-def by_time(times: Sequence[float], stages: int) -> list[int]:
-    """torchgpipe's balance by time: the block partition of Bárány and Grinberg (arXiv:1308.2452).
+def by_parameters(weights: Sequence[float], stages: int) -> Cuts:
+    """Cut so that the largest stage is small in parameters: DeepSpeed's "parameters" up to release 0.13.0.
 
-    On times scaled to [0, 1] it moves single layers towards the smallest block until the largest exceeds the
-    smallest by at most 1. That bounds the spread, not the longest stage: [1, 1, 1, 1, 2] in 3 gives 4, not 2.
+    Bisects the size of the largest stage to 10⁻³; a trial size fills stages from the front while they stay below
+    it. Trailing stages may be empty ([1, 1, 1, 1, 1] in 4 gives layers 2, 2, 1, 0; DeepSpeed pull request 4312).
+    As there, a trial below the first layer's weight counts as a success, so that a heavy first layer can leave all
+    layers to one stage. Cost: O(stages · log layers) per trial.
     """
-    _require(len(times), stages)
-    low, high = min(times), max(times)
-    scaled = [0.0 if high == low else (time - low) / (high - low) for time in times]
-    prefix = np.concatenate([[0.0], np.cumsum(scaled)])
-    ends = [len(times) // stages * (stage + 1) for stage in range(stages - 1)] + [len(times)]
-
-    def sizes() -> list[float]:
-        starts = [0, *ends[:-1]]
-        return [float(prefix[end] - prefix[start]) for start, end in zip(starts, ends, strict=True)]
-
-    blocks = sizes()
-    biggest = max(range(stages), key=lambda block: (blocks[block], block))
-    top = blocks[biggest]
-    while True:
-        blocks = sizes()
-        smallest = min(range(stages), key=lambda block: (blocks[block], block))
-        if top <= blocks[smallest] + 1:
-            return [end - 1 for end in ends]
-        if biggest < smallest:
-            giver = smallest - 1
-            ends[giver] -= 1
+    layers = len(weights)
+    _check(layers, stages)
+    if layers <= stages:
+        return uniform(layers, stages)
+    sums = list(accumulate(weights))
+    low, high = sums[-1] / stages, float(sums[-1])
+    while high > low + 1e-3:
+        middle = low + (high - low) / 2
+        if _filled(sums, stages, middle)[1]:
+            high = middle
         else:
-            giver = smallest + 1
-            ends[smallest] += 1
-        if giver == biggest:
-            blocks = sizes()
-            biggest = max(range(stages), key=lambda block: (blocks[block], block))
-            top = blocks[biggest]
+            low = middle + 1e-3
+    return _filled(sums, stages, high)[0]
+
+
+def _filled(sums: Sequence[float], stages: int, size: float) -> tuple[Cuts, bool]:
+    """Fill stages from the front with less than `size` each; return the cuts and whether the last one fits too."""
+    layers = len(sums)
+    cuts: list[int] = []
+    limit = size
+    for _ in range(stages - 1):
+        cut = bisect_left(sums, limit)
+        if cut == layers:
+            rest = sums[-1] - sums[cuts[-1] if cuts else 0]
+            return (*cuts, *[layers] * (stages - 1 - len(cuts))), rest < size
+        cuts.append(cut)
+        limit = sums[cut - 1] + size
+    return tuple(cuts), limit >= sums[-1]
+
+
+def by_parameter_spread(weights: Sequence[float], stages: int) -> Cuts:
+    """Cut so that largest and smallest stage differ little in parameters: DeepSpeed's "parameters" since 0.13.1.
+
+    Its dynamic programme keeps one partial cut per prefix and number of stages, the one of least spread (of
+    equals, the one with the latest last cut), which does not always lead to the least spread of the whole. Cost:
+    O(layers² · stages).
+    """
+    layers = len(weights)
+    _check(layers, stages)
+    if layers <= stages:
+        return uniform(layers, stages)
+    sums = [0.0, *accumulate(weights)]
+    # [prefix] -> (spread, largest, smallest, cuts) of the best way to use the stages so far.
+    nothing: tuple[float, float, float, Cuts] = (math.inf, math.inf, math.inf, ())
+    row = [(0.0, 0.0, math.inf, ()), *[nothing] * layers]
+    for stage in range(1, stages + 1):
+        following = [nothing] * (layers + 1)
+        for stop in range(stage, layers + 1):
+            best = nothing
+            for start in range(stage - 1, stop):
+                _, largest, smallest, cuts = row[start]
+                size = sums[stop] - sums[start]
+                largest, smallest = max(largest, size), min(smallest, size)
+                if largest - smallest <= best[0]:
+                    best = (largest - smallest, largest, smallest, (*cuts, start))
+            following[stop] = best
+        row = following
+    return row[layers][3][1:]
+
+
+def by_time(times: Sequence[float], stages: int) -> Cuts:
+    """Cut so that no two stages differ by more than the largest layer: torchgpipe's balance_by_time.
+
+    Block partitions of sequences (Bárány and Grinberg): starting from equal numbers of layers, the smallest stage
+    takes a layer from its neighbour towards the largest, until largest and smallest differ by at most the range of
+    layer times, after each layer is shortened by the shortest. That is all it promises: [1, 1, 1, 1, 2] in 3 stays
+    at 1 | 1 | 1, 1, 2, whose slowest stage takes 4 where 2 is possible. Cost: O(stages · layers³) at worst.
+    """
+    layers = len(times)
+    _check(layers, stages)
+    if layers < stages:
+        raise BaPipeError(
+            f"{stages} stages need at least {stages} layers, got {layers}; lower the number of stages"
+        )
+    least, span = min(times), max(times) - min(times)
+    scaled = [(time - least) / span if span else 0.0 for time in times]
+    stops = [layers // stages * stage for stage in range(1, stages)] + [layers]
+
+    def sizes() -> list[tuple[float, int]]:
+        starts = [0, *stops[:-1]]
+        return [
+            (sum(scaled[start:stop]), stage) for stage, (start, stop) in enumerate(zip(starts, stops, strict=True))
+        ]
+
+    while True:
+        largest, heavy = max(sizes())
+        while True:
+            smallest, light = min(sizes())
+            if largest <= smallest + 1:
+                return tuple(stops[:-1])
+            neighbour = light - 1 if heavy < light else light + 1
+            if heavy < light:
+                stops[neighbour] -= 1
+            else:
+                stops[light] += 1
+            if neighbour == heavy:
+                break
 
 
 def pipedream(
-    *,
     times: Sequence[float],
-    activation_bytes: Sequence[float],
-    weight_bytes: Sequence[float],
-    workers: int,
-    bandwidth: float,
-    replicate: bool,
-) -> list[tuple[int, int, int]]:
-    """PipeDream's dynamic programme over one level of the network: (first layer, last layer, replicas) per stage.
+    *,
+    transfer: Sequence[float],
+    synchronise: Sequence[float],
+    machines: int,
+    straight: bool = False,
+) -> PipeDreamPlan:
+    """Cut, and replicate stages, by PipeDream's dynamic programme (SOSP 2019, section 3.1, one level).
 
-    A(j, m) = min over i < j, m' < m of max(A(i, m − m'), 2·a_i/B, T(i+1..j, m')) and
-    T(i..j, m) = max(Σ times, 2(m − 1)·Σ weights/(m·B)) / m, in plain loops as published: O(L²·N) straight,
-    O(L²·N²) replicated.
+    On layers 0..j−1 and m machines, A(j, m) = min over k, m' of max( A(k, m − m'), 2·transfer[k−1], T(k, j, m') ),
+    with T(i, j, m) = max( Σ times, 2·(m − 1)·Σ synchronise ) / m; A(j, m) starts from T(0, j, m). `transfer` is
+    a/B, one crossing of the cut after each layer, and `synchronise` |w|/B per layer, in seconds. All machines are
+    used; `straight` allows one per stage. No memory, no fill and drain of the pipeline, machines all alike. Plain
+    loops as published: O(L²·N) straight, O(L²·N²) with replicas.
     """
-    count = len(times)
-    _require(count, 1 if replicate else workers)
-    work, weight = [0.0], [0.0]
-    for time, size in zip(times, weight_bytes, strict=True):
-        work.append(work[-1] + time)
-        weight.append(weight[-1] + size)
+    layers = len(times)
+    _check(layers, machines)
+    if len(transfer) != layers - 1 or len(synchronise) != layers:
+        raise BaPipeError(
+            f"transfer and synchronise must have {layers - 1} and {layers} entries, got {len(transfer)} and "
+            f"{len(synchronise)}; match them to times"
+        )
+    if straight and machines > layers:
+        raise BaPipeError(f"{machines} stages need at least {machines} layers, got {layers}; lower machines")
+    work = [0.0, *accumulate(times)]
+    gradients = [0.0, *accumulate(synchronise)]
 
-    def stage(first: int, last: int, replicas: int) -> float:
-        reduce = 2 * (replicas - 1) / replicas * (weight[last + 1] - weight[first]) / bandwidth
-        return max(work[last + 1] - work[first], reduce) / replicas
+    def stage_time(start: int, stop: int, count: int) -> float:
+        return max(work[stop] - work[start], 2 * (count - 1) * (gradients[stop] - gradients[start])) / count
 
-    best = [[math.inf] * (workers + 1) for _ in range(count)]
-    choice: list[list[tuple[int, int] | None]] = [[None] * (workers + 1) for _ in range(count)]
-    for last in range(count):
-        for used in range(1, workers + 1):
-            if replicate or used == 1:
-                best[last][used] = stage(0, last, used)
-                choice[last][used] = (-1, used)
-            for cut in range(last):
-                sent = 2 * activation_bytes[cut] / bandwidth
-                for replicas in range(1, used) if replicate else (1,):
-                    before = best[cut][used - replicas]
-                    if before >= best[last][used] or sent >= best[last][used]:
-                        continue
-                    longest = max(before, sent, stage(cut + 1, last, replicas))
-                    if longest < best[last][used]:
-                        best[last][used] = longest
-                        choice[last][used] = (cut, replicas)
-    stages: list[tuple[int, int, int]] = []
-    last, used = count - 1, workers
-    while last >= 0:
-        picked = choice[last][used]
-        assert picked is not None
-        cut, replicas = picked
-        stages.append((cut + 1, last, replicas))
-        last, used = cut, used - replicas
-    return stages[::-1]
+    # best[j][m] = (time, first layer of the last stage, machines of the last stage)
+    best = [[(math.inf, 0, 0)] * (machines + 1) for _ in range(layers + 1)]
+    for m in range(1, machines + 1):
+        for stop in range(1, layers + 1):
+            choice = (math.inf, 0, 0)
+            if m == 1 or not straight:
+                choice = (stage_time(0, stop, m), 0, m)
+            for start in range(1, stop):
+                for count in range(1, 2 if straight else m):
+                    before = best[start][m - count][0]
+                    time = max(before, 2 * transfer[start - 1], stage_time(start, stop, count))
+                    if time < choice[0]:
+                        choice = (time, start, count)
+            best[stop][m] = choice
+    cuts: list[int] = []
+    replicas: list[int] = []
+    stop, m = layers, machines
+    while stop:
+        _, start, count = best[stop][m]
+        cuts.append(start)
+        replicas.append(count)
+        stop, m = start, m - count
+    return PipeDreamPlan(
+        cuts=tuple(cuts[-2::-1]), replicas=tuple(reversed(replicas)), bottleneck=best[layers][machines][0]
+    )
+
+
+def _check(layers: int, stages: int) -> None:
+    if layers < 1:
+        raise BaPipeError(f"layers must be at least 1, got {layers}; give the network's layers")
+    if stages < 1:
+        raise BaPipeError(f"stages must be at least 1, got {stages}; raise it")

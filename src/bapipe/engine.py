@@ -29,19 +29,22 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """Tasks in lane order, and the edges between them, sorted by the task they leave."""
+    """Tasks in lane order and what waits for what: one transfer at most from each task, and other edges."""
 
     lane_start: Ints
     """first task of each lane, and the number of tasks as last entry"""
     lane_of: Ints
-    edge_start: Ints
-    """first edge of each task, and the number of edges as last entry"""
-    edge_to: Ints
-    edge_link: Ints
-    """the link an edge's data crosses, or -1"""
-    num_links: int
+    send_to: Ints
+    """the task that waits for what this one sends, or -1; no two send to the same"""
+    channel: Ints
+    """the channel it is sent over, or -1 where both tasks are on one rank"""
+    channel_link: Ints
+    """the link of each channel; channels of one link wait for each other"""
     contended: bool
     """whether some link has several sending lanes, so that links must be claimed in the order of time"""
+    edge_start: Ints
+    """first other edge of each task, and the number of edges as last entry"""
+    edge_to: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +62,18 @@ class TaskTimes:
 def _kernel(
     lane_start: Any,
     lane_of: Any,
+    send_to: Any,
+    channel: Any,
+    channel_link: Any,
+    occupy: Any,
+    latency: Any,
     edge_start: Any,
     edge_to: Any,
-    edge_link: Any,
-    edge_occupy: Any,
-    edge_latency: Any,
     duration: Any,
-    cut_through: Any,
+    cut_through: bool,
     ordered: bool,
     missing: Any,
     link_free: Any,
-    ready: Any,
     start: Any,
     end: Any,
     sent: Any,
@@ -79,11 +83,11 @@ def _kernel(
     heap_key: Any,
     heap_lane: Any,
 ) -> int:
-    """Fill start, end, sent and arrival; return how many tasks ran.
+    """Fill start, end, sent and arrival; return how many tasks ran. Until a task runs, start holds its last input.
 
-    Each lane waits in a heap with its next task, once that task's inputs are there. Ordered: the lane whose task
-    claims its link first is taken first (ties: lower lane). Unordered: the heap is a stack and lanes run ahead,
-    which is exact while every link has one sending lane.
+    A lane waits in the heap once the inputs of its next task are there. Ordered: the lane whose task claims its
+    link first is taken first (ties: lower lane) and runs that one task. Unordered: the heap is a stack and a lane
+    runs as far ahead as it can, which is exact while every link has one sending lane.
     """
     lanes = len(lane_start) - 1
     wakes = 0
@@ -97,15 +101,16 @@ def _kernel(
     while True:
         for index in range(wakes):
             lane = woken[index]
-            task = at[lane]
-            begin = ready[task]
-            if task > lane_start[lane] and end[task - 1] > begin:
-                begin = end[task - 1]
-            start[task] = begin
-            end[task] = begin + duration[task]
-            key = begin if cut_through[task] else end[task]
             child = size
             size += 1
+            key = 0.0
+            if ordered:
+                task = at[lane]
+                key = start[task]
+                if task > lane_start[lane] and end[task - 1] > key:
+                    key = end[task - 1]
+                if not cut_through:
+                    key += duration[task]
             while ordered and child > 0:
                 parent = (child - 1) >> 1
                 if heap_key[parent] < key or (heap_key[parent] == key and heap_lane[parent] < lane):
@@ -139,32 +144,53 @@ def _kernel(
                 hole = child
             heap_key[hole] = key
             heap_lane[hole] = last
-        task = at[lane]
-        at[lane] = task + 1
-        done += 1
         wakes = 0
-        for edge in range(edge_start[task], edge_start[task + 1]):
-            when = end[task]
-            link = edge_link[edge]
-            if link >= 0:
-                claim = start[task] if cut_through[task] else end[task]
-                if link_free[link] > claim:
-                    claim = link_free[link]
-                sent[task] = claim
-                link_free[link] = claim + edge_occupy[edge]
-                through = claim + edge_occupy[edge] + edge_latency[edge]
-                if through > when:
-                    when = through
-                arrival[task] = when
-            target = edge_to[edge]
-            if when > ready[target]:
-                ready[target] = when
-            missing[target] -= 1
-            other = lane_of[target]
-            if missing[target] == 0 and at[other] == target and other != lane:
-                woken[wakes] = other
-                wakes += 1
-        if at[lane] < lane_start[lane + 1] and missing[at[lane]] == 0:
+        task = at[lane]
+        stop = lane_start[lane + 1]
+        now = end[task - 1] if task > lane_start[lane] else 0.0
+        while task < stop and missing[task] == 0:
+            begin = start[task] if start[task] > now else now
+            now = begin + duration[task]
+            start[task] = begin
+            end[task] = now
+            done += 1
+            target = send_to[task]
+            if target >= 0:
+                when = now
+                over = channel[task]
+                if over >= 0:
+                    link = channel_link[over]
+                    claim = begin if cut_through else now
+                    if link_free[link] > claim:
+                        claim = link_free[link]
+                    sent[task] = claim
+                    link_free[link] = claim + occupy[over]
+                    through = claim + occupy[over] + latency[over]
+                    if through > when:
+                        when = through
+                    arrival[task] = when
+                if when > start[target]:
+                    start[target] = when
+                missing[target] -= 1
+                other = lane_of[target]
+                if missing[target] == 0 and at[other] == target and other != lane:
+                    woken[wakes] = other
+                    wakes += 1
+            if len(edge_to) > 0:
+                for edge in range(edge_start[task], edge_start[task + 1]):
+                    target = edge_to[edge]
+                    if now > start[target]:
+                        start[target] = now
+                    missing[target] -= 1
+                    other = lane_of[target]
+                    if missing[target] == 0 and at[other] == target and other != lane:
+                        woken[wakes] = other
+                        wakes += 1
+            task += 1
+            if ordered:
+                break
+        at[lane] = task
+        if ordered and task < stop and missing[task] == 0:
             woken[wakes] = lane
             wakes += 1
 
@@ -185,29 +211,37 @@ def time_tasks(
     graph: TaskGraph,
     *,
     duration: Floats,
-    edge_occupy: Floats,
-    edge_latency: Floats,
-    cut_through: NDArray[np.bool_],
+    occupy: Floats,
+    latency: Floats,
+    cut_through: bool = False,
     engine: Engine = "auto",
 ) -> TaskTimes:
-    """Time all tasks. An edge over a link holds the link for `edge_occupy` and arrives `edge_latency` later."""
+    """Time all tasks. What is sent over a channel holds its link for `occupy` and arrives `latency` later.
+
+    A transfer starts when the compute that makes it ends, or with `cut_through` when it starts.
+    """
     tasks, lanes = len(duration), len(graph.lane_start) - 1
-    missing = np.bincount(graph.edge_to, minlength=tasks)
-    start, end, sent, arrival = (np.full(tasks, np.nan) for _ in range(4))
+    missing = np.zeros(tasks + 1, np.int64)
+    missing[graph.send_to] = 1  # the -1 of a task that sends nothing falls on the extra last entry
+    if len(graph.edge_to):
+        missing += np.bincount(graph.edge_to, minlength=tasks + 1)
+    start, end, sent, arrival = results = np.empty((4, tasks))
+    start[:], results[1:] = 0.0, np.nan
     arguments: list[Any] = [
         graph.lane_start,
         graph.lane_of,
+        graph.send_to,
+        graph.channel,
+        graph.channel_link,
+        occupy,
+        latency,
         graph.edge_start,
         graph.edge_to,
-        graph.edge_link,
-        edge_occupy,
-        edge_latency,
         duration,
         cut_through,
         graph.contended,
         missing,
-        np.zeros(graph.num_links),
-        np.zeros(tasks),
+        np.zeros(len(graph.channel_link)),
         start,
         end,
         sent,
@@ -226,6 +260,6 @@ def time_tasks(
         # Plain lists: indexing a numpy array element by element is several times slower.
         lists = [item.tolist() if isinstance(item, np.ndarray) else item for item in arguments]
         done = _kernel(*lists)
-        for array, values in zip((start, end, sent, arrival), lists[13:17], strict=True):
+        for array, values in zip((start, end, sent, arrival), lists[14:18], strict=True):
             array[:] = values
     return TaskTimes(start=start, end=end, sent=sent, arrival=arrival, done=done)

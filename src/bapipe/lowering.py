@@ -1,12 +1,13 @@
 """From a Schedule to the task graph that `bapipe.engine` times.
 
-Compute actions become tasks on their lanes. What one stage makes and its neighbour needs becomes an edge over a
-link. With blocking sends each exchange becomes tasks of its own, because both ranks stand still meanwhile.
+Compute actions become tasks on their lanes. What one stage makes and its neighbour needs is sent from task to task
+over a link. With blocking sends each exchange becomes tasks of its own, because both ranks stand still meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,9 +18,19 @@ from bapipe.engine import TaskGraph
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Action, Kind, Lane, Schedule
 
-__all__ = ["FORWARD_MESSAGE", "Lowered", "Network", "Route", "lower", "lower_blocking"]
+__all__ = [
+    "BACKWARD_MESSAGE",
+    "EXCHANGE",
+    "FORWARD_MESSAGE",
+    "Channel",
+    "Lowered",
+    "Network",
+    "Route",
+    "lower",
+]
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 FORWARD_MESSAGE, BACKWARD_MESSAGE, EXCHANGE = 7, 8, 9
 """task kinds beyond `Kind`: a blocking transfer each way, and a rank standing still for it"""
 _TALKS = (Kind.F, Kind.B, Kind.I)
@@ -36,6 +47,9 @@ class Route:
     """routes of the same link share it; None: a link of its own per direction"""
 
 
+_PLAIN = Route()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """The links between ranks, as the simulator sees them."""
@@ -50,10 +64,12 @@ class Network:
     """what differs from a plain link, by (from rank, to rank)"""
 
     def route(self, source: int, target: int) -> Route:
+        if not self.routes:
+            return _PLAIN
         route = self.routes.get((source, target))
-        if route is None and self.routes:
+        if route is None:
             raise BaPipeError(f"there is no link from rank {source} to rank {target}; add it to the cluster")
-        return route or Route()
+        return route
 
     def link(self, source: int, target: int) -> Hashable:
         link = self.route(source, target).link
@@ -64,9 +80,24 @@ class Network:
         return (min(source, target), max(source, target)) if self.duplex == "half" else (source, target)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """One direction over one boundary, from one replica to one."""
+
+    boundary: int
+    """the stage before it"""
+    onward: bool
+    """True for activations, False for errors"""
+    from_rank: int
+    to_rank: int
+    rate: float
+    """seconds per unit of what crosses"""
+    latency: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lowered:
-    """A task graph and what each task and edge stands for."""
+    """A task graph and what each task stands for."""
 
     graph: TaskGraph
     kinds: Ints
@@ -76,80 +107,75 @@ class Lowered:
     ranks: Ints
     lanes: Ints
     """0 for a rank's first lane, 1 for its second…"""
-    edge_source: Ints
-    edge_rate: NDArray[np.float64]
-    """seconds per unit of what crosses the edge's link"""
-    edge_latency: NDArray[np.float64]
-    message_rate: NDArray[np.float64] | None = None
-    """with blocking sends, seconds per unit of each message task; 0 elsewhere"""
-    message_latency: NDArray[np.float64] | None = None
-    message_to: Ints | None = None
-    """with blocking sends, the rank that receives each message task"""
-
-
-def _concatenated(lanes: tuple[Lane, ...], name: str) -> Ints:
-    return np.concatenate([getattr(lane, name) for lane in lanes]) if lanes else np.zeros(0, np.int64)
+    channels: tuple[Channel, ...]
+    """what the tasks send over; with blocking sends, one per message task"""
+    senders: Ints
+    """the actions whose output goes to another rank, each by its number among the actions"""
+    receiving_ranks: Ints
+    """for each of them that rank"""
+    first_message: int | None = None
+    """with blocking sends, the first of the message tasks, which come last"""
 
 
 def lower(schedule: Schedule, network: Network) -> Lowered:
-    """The task graph of a schedule over non-blocking links."""
+    """The task graph of a schedule on a network. Linear in its actions.
+
+    The schedule remembers the last one, because a schedule is often timed under many costs.
+    """
+    known: tuple[Network, Lowered] | None = vars(schedule).get("_lowered")
+    if known is not None and known[0] == network:
+        return known[1]
+    lowered = (_lower_blocking if network.sending == "blocking" else _lower)(schedule, network)
+    vars(schedule)["_lowered"] = (network, lowered)
+    return lowered
+
+
+def _lower(schedule: Schedule, network: Network) -> Lowered:
+    """The task graph over links that do not block."""
     lanes = schedule.lanes
     lengths = np.array([len(lane) for lane in lanes], dtype=np.int64)
-    lane_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    lane_of = np.repeat(np.arange(len(lanes), dtype=np.int64), lengths)
+    kinds, stages, microbatches = (
+        np.concatenate([np.zeros(0, np.int64), *(getattr(lane, name) for lane in lanes)])
+        for name in ("kinds", "stages", "microbatches")
+    )
     ranks = np.repeat(np.array([lane.rank for lane in lanes], dtype=np.int64), lengths)
-    kinds, stages = _concatenated(lanes, "kinds"), _concatenated(lanes, "stages")
-    microbatches = _concatenated(lanes, "microbatches")
+    lane_of = np.repeat(np.arange(len(lanes), dtype=np.int64), lengths)
+    tasks = len(kinds)
 
-    shape = (schedule.num_stages, schedule.num_microbatches)
-    where = {}
-    for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
-        where[kind] = np.full(shape, -1, dtype=np.int64)
-        tasks = np.flatnonzero(kinds == kind)
-        where[kind][stages[tasks], microbatches[tasks]] = tasks
-    forward, backward = where[Kind.F], np.maximum(where[Kind.B], where[Kind.I])
+    def positions(*wanted: Kind) -> Ints:
+        """The task of these kinds for each (stage, micro-batch), or -1."""
+        table = np.full((schedule.num_stages, schedule.num_microbatches), -1, dtype=np.int64)
+        for kind in wanted:
+            own = np.flatnonzero(kinds == kind)
+            table[stages[own], microbatches[own]] = own
+        return table
 
-    def pairs(source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        both = (source >= 0) & (target >= 0)
-        return source[both], target[both]
+    forward, backward = positions(Kind.F), positions(Kind.B, Kind.I)
+    # The -1 of a task that is not there falls on the extra entry after the last task.
+    send_to = np.full(tasks + 1, -1, dtype=np.int64)
+    send_to[forward[:-1]] = forward[1:]
+    send_to[backward[1:]] = backward[:-1]
+    channels, channel_link, channel = _channels(schedule, network, forward, backward, tasks)
 
-    onward = pairs(forward[:-1], forward[1:])
-    back = pairs(backward[1:], backward[:-1])
-    source, target = (np.concatenate(both) for both in zip(onward, back, strict=True))
-
-    local = [pairs(forward, backward), pairs(where[Kind.I], where[Kind.W]), _cap_edges(schedule, where)]
-    local.extend(_update_edges(schedule, kinds, stages, ranks))
-    more_source, more_target = (np.concatenate(both) for both in zip(*local, strict=True))
-    needed = (lane_of[more_source] != lane_of[more_target]) | (more_source > more_target)
-    more_source, more_target = more_source[needed], more_target[needed]
-
-    # The one transfer of a task comes first among its edges, so only the few others need sorting.
-    counts = np.bincount(source, minlength=len(kinds)) + np.bincount(more_source, minlength=len(kinds))
-    edge_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    order = np.argsort(more_source, kind="stable")
-    more_source, more_target = more_source[order], more_target[order]
-    slot = edge_start[source]
-    free = np.ones(edge_start[-1], dtype=bool)
-    free[slot] = False
-    edge_to, edge_source = np.empty(edge_start[-1], np.int64), np.empty(edge_start[-1], np.int64)
-    edge_to[slot], edge_source[slot] = target, source
-    edge_to[free], edge_source[free] = more_target, more_source
-
-    links, rates, latencies = _links(schedule, network, ranks[source], ranks[target])
-    edge_link = np.full(len(edge_to), -1, np.int64)
-    edge_rate, edge_latency = np.zeros(len(edge_to)), np.zeros(len(edge_to))
-    edge_link[slot], edge_rate[slot], edge_latency[slot] = links, rates, latencies
-    num_links = int(links.max()) + 1 if len(links) else 0
-    sender = np.zeros(num_links + 1, np.int64)
-    sender[links] = lane_of[source]
+    waits = [
+        _waits(forward.ravel(), backward.ravel(), lane_of),
+        _waits(*_cap_pairs(schedule, forward, backward), lane_of),
+        _update_waits(schedule, kinds, stages, ranks),
+    ]
+    if (kinds == Kind.W).any():
+        waits.append(_waits(positions(Kind.I).ravel(), positions(Kind.W).ravel(), lane_of))
+    before, after = (np.concatenate(both) for both in zip(*waits, strict=True))
+    edge_start, edge_to = _sorted_edges(before, after, tasks)
+    senders = np.flatnonzero(channel >= 0)
     graph = TaskGraph(
-        lane_start=lane_start,
+        lane_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         lane_of=lane_of,
+        send_to=send_to[:-1],
+        channel=channel,
+        channel_link=channel_link,
+        contended=_contended(lanes, channels, channel_link, channel, lane_of),
         edge_start=edge_start,
         edge_to=edge_to,
-        edge_link=edge_link,
-        num_links=num_links,
-        contended=bool((sender[links] != lane_of[source])[links >= 0].any()),
     )
     return Lowered(
         graph=graph,
@@ -158,9 +184,9 @@ def lower(schedule: Schedule, network: Network) -> Lowered:
         microbatches=microbatches,
         ranks=ranks,
         lanes=np.repeat(np.array(_lane_numbers(lanes), dtype=np.int64), lengths),
-        edge_source=edge_source,
-        edge_rate=edge_rate,
-        edge_latency=edge_latency,
+        channels=channels,
+        senders=senders,
+        receiving_ranks=ranks[send_to[senders]],
     )
 
 
@@ -173,116 +199,176 @@ def _lane_numbers(lanes: tuple[Lane, ...]) -> list[int]:
     return numbers
 
 
-def _cap_edges(schedule: Schedule, where: dict[Kind, Ints]) -> tuple[Ints, Ints]:
+def _waits(before: Ints, after: Ints, lane_of: Ints) -> tuple[Ints, Ints]:
+    """Of the pairs of tasks, both there, those that the order of their lane does not already keep."""
+    needed = (lane_of[before] != lane_of[after]) | (before > after)
+    needed &= (before >= 0) & (after >= 0)
+    return before[needed], after[needed]
+
+
+def _cap_pairs(schedule: Schedule, forward: Ints, backward: Ints) -> tuple[Ints, Ints]:
     """Where F and B run on different lanes, B(m−K) must end before F(m) may start."""
-    none = (np.zeros(0, np.int64), np.zeros(0, np.int64))
-    if schedule.caps is None or schedule.concurrency == "none":
-        return none
-    sources, targets = [], []
-    for stage, cap in enumerate(schedule.caps):
-        sources.append(where[Kind.B][stage, : max(0, schedule.num_microbatches - cap)])
-        targets.append(where[Kind.F][stage, cap:])
-    return np.concatenate(sources), np.concatenate(targets)
+    ended, started = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    if schedule.caps is not None and schedule.concurrency != "none":
+        for stage, cap in enumerate(schedule.caps):
+            ended.append(backward[stage, : max(0, schedule.num_microbatches - cap)])
+            started.append(forward[stage, cap:])
+    return np.concatenate(ended), np.concatenate(started)
 
 
-def _update_edges(schedule: Schedule, kinds: Ints, stages: Ints, ranks: Ints) -> list[tuple[Ints, Ints]]:
+def _update_waits(schedule: Schedule, kinds: Ints, stages: Ints, ranks: Ints) -> tuple[Ints, Ints]:
     """Every replica's last gradient -> every replica's all-reduce -> that replica's update."""
-    reduces = np.flatnonzero(kinds == Kind.A)
-    updates = np.flatnonzero(kinds == Kind.U)
-    gradients = np.flatnonzero(np.isin(kinds, (Kind.B, Kind.W)))
-    last = {(int(stages[task]), int(ranks[task])): int(task) for task in gradients}
     sources, targets = [], []
-    for task in reduces:
-        for rank in schedule.placement[int(stages[task])]:
-            if (int(stages[task]), rank) in last:
-                sources.append(last[int(stages[task]), rank])
-                targets.append(int(task))
-    reduced = {(int(stages[task]), int(ranks[task])): int(task) for task in reduces}
-    for task in updates:
-        before = reduced.get((int(stages[task]), int(ranks[task])))
-        if before is not None:
-            sources.append(before)
-            targets.append(int(task))
-    return [(np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64))]
+    reduces = [int(task) for task in np.flatnonzero(kinds == Kind.A)]
+    if reduces:
+        gradients = np.flatnonzero((kinds == Kind.B) | (kinds == Kind.W))
+        places = zip(stages[gradients].tolist(), ranks[gradients].tolist(), strict=True)
+        last = dict(zip(places, gradients.tolist(), strict=True))
+        for task in reduces:
+            for rank in schedule.placement[int(stages[task])]:
+                if (int(stages[task]), rank) in last:
+                    sources.append(last[int(stages[task]), rank])
+                    targets.append(task)
+        reduced = {(int(stages[task]), int(ranks[task])): task for task in reduces}
+        for task in np.flatnonzero(kinds == Kind.U).tolist():
+            before = reduced.get((int(stages[task]), int(ranks[task])))
+            if before is not None:
+                sources.append(before)
+                targets.append(task)
+    return np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)
 
 
-def _links(
-    schedule: Schedule, network: Network, source: Ints, target: Ints
-) -> tuple[Ints, NDArray[np.float64], NDArray[np.float64]]:
-    """Link, rate and latency of each transfer; between stages of the same rank there is no link."""
-    size = schedule.num_ranks
-    codes = source * size + target
-    used = np.zeros(size * size, dtype=bool)
-    used[codes] = True
-    links = np.full(size * size, -1, np.int64)
-    rates, latencies = np.zeros(size * size), np.zeros(size * size)
+def _sorted_edges(source: Ints, target: Ints, tasks: int) -> tuple[Ints, Ints]:
+    """Edges as (first edge of each task, target of each edge)."""
+    starts = np.zeros(tasks + 1, np.int64)
+    if not len(source):
+        return starts, target
+    np.cumsum(np.bincount(source, minlength=tasks), out=starts[1:])
+    return starts, target[np.argsort(source, kind="stable")]
+
+
+def _channels(
+    schedule: Schedule, network: Network, forward: Ints, backward: Ints, tasks: int
+) -> tuple[tuple[Channel, ...], Ints, Ints]:
+    """The channels, each one's link, and each task's channel, or -1 where it sends nothing to another rank."""
+    channels: list[Channel] = []
+    links: list[int] = []
     numbers: dict[Hashable, int] = {}
-    for code in np.flatnonzero(used):
-        ends = divmod(int(code), size)
-        if ends[0] != ends[1]:
-            route = network.route(*ends)
-            links[code] = numbers.setdefault(network.link(*ends), len(numbers))
-            rates[code], latencies[code] = route.seconds_per_unit, route.latency
-    return links[codes], rates[codes], latencies[codes]
+    channel = np.full(tasks + 1, -1, dtype=np.int64)
+    for boundary in range(schedule.num_stages - 1):
+        before, after = schedule.placement[boundary : boundary + 2]
+        # Micro-batches that far apart go between the same two replicas.
+        turns = math.lcm(len(before), len(after))
+        for onward, senders, receivers in ((True, before, after), (False, after, before)):
+            made = forward[boundary] if onward else backward[boundary + 1]
+            for turn in range(min(turns, schedule.num_microbatches)):
+                ends = senders[turn % len(senders)], receivers[turn % len(receivers)]
+                if ends[0] == ends[1]:
+                    continue
+                channel[made[turn::turns]] = len(channels)
+                route = network.route(*ends)
+                links.append(numbers.setdefault(network.link(*ends), len(numbers)))
+                channels.append(
+                    Channel(
+                        boundary=boundary,
+                        onward=onward,
+                        from_rank=ends[0],
+                        to_rank=ends[1],
+                        rate=route.seconds_per_unit,
+                        latency=route.latency,
+                    )
+                )
+    return tuple(channels), np.array(links, dtype=np.int64), channel[:-1]
 
 
-def lower_blocking(schedule: Schedule, network: Network) -> Lowered:
+def _contended(
+    lanes: Sequence[Lane], channels: Sequence[Channel], channel_link: Ints, channel: Ints, lane_of: Ints
+) -> bool:
+    """Whether two lanes send over one link."""
+    sender = np.array([one.from_rank for one in channels], dtype=np.int64)
+    if len({lane.rank for lane in lanes}) < len(lanes):
+        # Ranks with several lanes: ask the tasks. What uses no channel falls on the extra last entry.
+        found = np.full(len(channels) + 1, -1, np.int64)
+        found[channel] = lane_of
+        if ((found[channel] != lane_of) & (channel >= 0)).any():
+            return True
+        sender = found[:-1]
+    sender_of_link = np.full(len(channels), -1, np.int64)
+    sender_of_link[channel_link] = sender
+    return bool((sender_of_link[channel_link] != sender).any())
+
+
+def _lower_blocking(schedule: Schedule, network: Network) -> Lowered:
     """The task graph with blocking, rendezvous exchanges.
 
     A send and the receive that follows it from the same neighbour are one exchange (Megatron's
     send_forward_recv_backward and send_backward_recv_forward); everything else is one after the other.
     """
-    builder = _BlockingBuilder(schedule, network)
-    return builder.build()
+    return _BlockingBuilder(schedule, network).build()
 
 
 @dataclass(slots=True)
 class _BlockingBuilder:
     schedule: Schedule
     network: Network
-    rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
-    """kind, stage, micro-batch, rank, lane and, for a message, receiving rank of each task"""
+    rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    """kind, stage, micro-batch, rank and lane of each task"""
     starts: list[int] = field(default_factory=lambda: [0])
     ends_of: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     """message -> the exchange tasks at its two ends"""
+    sender_of: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """message -> the number of the action that makes it"""
+    actions: int = 0
 
     def build(self) -> Lowered:
         numbers = _lane_numbers(self.schedule.lanes)
         for lane, number in zip(self.schedule.lanes, numbers, strict=True):
             self._add_lane(lane, number)
-        sources, targets = [], []
-        firsts = set(self.starts)
-        for (kind, stage, microbatch), ends in self.ends_of.items():
+        sources, targets, channels = [], [], []
+        firsts, first_message = set(self.starts), len(self.rows)
+        for message in self.sender_of:
+            kind, stage, microbatch = message
             task = len(self.rows)
             before = self.schedule.rank_of(stage, microbatch)
             after = self.schedule.rank_of(stage + 1, microbatch)
             sender, receiver = (before, after) if kind == FORWARD_MESSAGE else (after, before)
-            self.rows.append((kind, stage, microbatch, sender, 0, receiver))
+            route = self.network.route(sender, receiver)
+            channels.append(
+                Channel(
+                    boundary=stage,
+                    onward=kind == FORWARD_MESSAGE,
+                    from_rank=sender,
+                    to_rank=receiver,
+                    rate=route.seconds_per_unit,
+                    latency=route.latency,
+                )
+            )
+            self.rows.append((kind, stage, microbatch, sender, 0))
             self.starts.append(len(self.rows))
-            for end in ends:
+            for end in self.ends_of[message]:
                 if end not in firsts:
                     sources.append(end - 1)
                     targets.append(task)
                 sources.append(task)
                 targets.append(end)
-        table = np.array(self.rows, dtype=np.int64).reshape(-1, 6)
+        table = np.array(self.rows, dtype=np.int64).reshape(-1, 5)
         kinds, stages, ranks = table[:, 0], table[:, 1], table[:, 3]
-        more = _update_edges(self.schedule, kinds, stages, ranks)
-        edge_source = np.concatenate([np.array(sources, dtype=np.int64), more[0][0]])
-        edge_to = np.concatenate([np.array(targets, dtype=np.int64), more[0][1]])
-        order = np.argsort(edge_source, kind="stable")
-        edge_source, edge_to = edge_source[order], edge_to[order]
-        counts = np.bincount(edge_source, minlength=len(table))
-        routes = [self.network.route(row[3], row[5]) if row[5] >= 0 else None for row in self.rows]
+        more_sources, more_targets = _update_waits(self.schedule, kinds, stages, ranks)
+        edge_start, edge_to = _sorted_edges(
+            np.concatenate([np.array(sources, dtype=np.int64), more_sources]),
+            np.concatenate([np.array(targets, dtype=np.int64), more_targets]),
+            len(table),
+        )
         lane_start = np.array(self.starts, dtype=np.int64)
         graph = TaskGraph(
             lane_start=lane_start,
             lane_of=np.repeat(np.arange(len(lane_start) - 1, dtype=np.int64), np.diff(lane_start)),
-            edge_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            edge_to=edge_to,
-            edge_link=np.full(len(edge_to), -1, np.int64),
-            num_links=0,
+            send_to=np.full(len(table), -1, np.int64),
+            channel=np.full(len(table), -1, np.int64),
+            channel_link=np.zeros(0, np.int64),
             contended=False,
+            edge_start=edge_start,
+            edge_to=edge_to,
         )
         return Lowered(
             graph=graph,
@@ -291,12 +377,10 @@ class _BlockingBuilder:
             microbatches=table[:, 2],
             ranks=ranks,
             lanes=table[:, 4],
-            edge_source=edge_source,
-            edge_rate=np.zeros(len(edge_to)),
-            edge_latency=np.zeros(len(edge_to)),
-            message_rate=np.array([route.seconds_per_unit if route else 0.0 for route in routes]),
-            message_latency=np.array([route.latency if route else 0.0 for route in routes]),
-            message_to=table[:, 5],
+            channels=tuple(channels),
+            senders=np.array(list(self.sender_of.values()), dtype=np.int64),
+            receiving_ranks=np.array([channel.to_rank for channel in channels], dtype=np.int64),
+            first_message=first_message,
         )
 
     def _add_lane(self, lane: Lane, number: int) -> None:
@@ -308,10 +392,12 @@ class _BlockingBuilder:
             if arriving and position not in fused:
                 self._exchange(lane.rank, number, [arriving[1]])
             microbatch = -1 if action.microbatch is None else action.microbatch
-            self.rows.append((int(action.kind), action.stage, microbatch, lane.rank, number, -1))
+            self.rows.append((int(action.kind), action.stage, microbatch, lane.rank, number))
+            self.actions += 1
             sent = self._sent(lane.rank, action)
             if sent is None:
                 continue
+            self.sender_of[sent[1]] = self.actions - 1
             messages = [sent[1]]
             # W, R and U neither send nor receive, so the exchange reaches over them to the next receive.
             after = next((p for p in range(position + 1, len(actions)) if actions[p].kind in _TALKS), None)
@@ -325,7 +411,7 @@ class _BlockingBuilder:
     def _exchange(self, rank: int, lane: int, messages: list[tuple[int, int, int]]) -> None:
         for message in messages:
             self.ends_of.setdefault(message, []).append(len(self.rows))
-        self.rows.append((EXCHANGE, -1, -1, rank, lane, -1))
+        self.rows.append((EXCHANGE, -1, -1, rank, lane))
 
     def _sent(self, rank: int, action: Action) -> tuple[int, tuple[int, int, int]] | None:
         stage, microbatch = action.stage, action.microbatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bapipe.engine import Engine, TaskTimes, time_tasks
 from bapipe.errors import BaPipeError, DeadlockError
-from bapipe.lowering import BACKWARD_MESSAGE, FORWARD_MESSAGE, Lowered, Network, lower, lower_blocking
+from bapipe.lowering import EXCHANGE, Lowered, Network, lower
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.timeline import Timeline, Transfers
 
@@ -137,6 +137,8 @@ def _spread(
         if not math.isfinite(item) or item < 0 or (positive and item == 0):
             bound = "more than 0" if positive else "at least 0"
             raise BaPipeError(f"{what} must be a finite number of {bound}, got {item:g}")
+        if item != 0 and not 1e-100 <= item <= 1e100:
+            raise BaPipeError(f"{what} must lie between 1e-100 and 1e100, got {item:g}; choose another unit")
     return tuple(values)
 
 
@@ -146,22 +148,20 @@ def simulate(
     network: Network | None = None,
     *,
     engine: Engine = "auto",
-    lowered: Lowered | None = None,
 ) -> Timeline:
     """Time every action of the schedule.
 
     Linear in the number of actions. Raises DeadlockError naming a rank and the action it waits at.
-    `lowered` saves lowering again a schedule that is simulated often with different costs.
     """
     if costs.num_stages != schedule.num_stages:
         raise BaPipeError(f"the schedule has {schedule.num_stages} stages but the costs are of {costs.num_stages}")
     network = network or Network()
-    if lowered is None:
-        blocking = network.sending == "blocking"
-        lowered = lower_blocking(schedule, network) if blocking else lower(schedule, network)
+    if network.sending == "blocking" and schedule.concurrency != "none":
+        raise BaPipeError(f"{schedule.name} runs F and B at once, so it cannot block on sends; choose other links")
+    lowered = lower(schedule, network)
     work, duration = _durations(schedule, costs, lowered)
     if schedule.concurrency == "slots":
-        times = _lockstep(schedule, costs, lowered, network)
+        times = _lockstep(schedule, costs, lowered, network, work)
     else:
         times = _free_running(schedule, costs, lowered, network, duration, engine)
         if times.done < len(duration):
@@ -171,8 +171,7 @@ def simulate(
 
 def _durations(schedule: Schedule, costs: Costs, lowered: Lowered) -> tuple[Floats, Floats]:
     """Per task: the work it does, and the time it holds its lane."""
-    sends = [(*part, 0.0) for part in (costs.send_forward, costs.send_backward)]
-    table = np.zeros((10, schedule.num_stages))
+    table = np.zeros((EXCHANGE + 1, schedule.num_stages))
     for kind, values in (
         (Kind.F, costs.forward),
         (Kind.B, costs.backward),
@@ -181,14 +180,11 @@ def _durations(schedule: Schedule, costs: Costs, lowered: Lowered) -> tuple[Floa
         (Kind.R, costs.recompute),
         (Kind.A, costs.all_reduce),
         (Kind.U, costs.update),
-        (FORWARD_MESSAGE, sends[0]),
-        (BACKWARD_MESSAGE, sends[1]),
     ):
         table[int(kind)] = values
     work: Floats = table[lowered.kinds, lowered.stages]
-    if lowered.message_rate is not None and lowered.message_latency is not None:
-        message = (lowered.kinds == FORWARD_MESSAGE) | (lowered.kinds == BACKWARD_MESSAGE)
-        work = np.where(message, work * lowered.message_rate + lowered.message_latency, work)
+    if lowered.first_message is not None:
+        work[lowered.first_message :] = _channel_seconds(costs, lowered) + _channel_latency(lowered)
     if schedule.concurrency != "static":
         return work, work
     # Each half of the compute units takes as long as both together take for forward and backward.
@@ -197,14 +193,24 @@ def _durations(schedule: Schedule, costs: Costs, lowered: Lowered) -> tuple[Floa
     return work, np.where(both, whole[lowered.stages], work)
 
 
-def _sent_amounts(costs: Costs, lowered: Lowered) -> Floats:
-    """Per edge: what it sends, in the network's unit."""
-    onward = np.array((*costs.send_forward, 0.0))
-    back = np.array((0.0, *costs.send_backward))
-    source = lowered.edge_source
-    stage = lowered.stages[source]
-    amounts: Floats = np.where(lowered.kinds[source] == Kind.F, onward[stage], back[stage])
-    return np.where(lowered.graph.edge_link >= 0, amounts, 0.0)
+def _channel_seconds(costs: Costs, lowered: Lowered) -> Floats:
+    """How long one micro-batch holds each channel."""
+    return np.array(
+        [
+            (costs.send_forward if channel.onward else costs.send_backward)[channel.boundary] * channel.rate
+            for channel in lowered.channels
+        ]
+    )
+
+
+def _channel_latency(lowered: Lowered) -> Floats:
+    return np.array([channel.latency for channel in lowered.channels])
+
+
+def _channel_times(costs: Costs, lowered: Lowered, network: Network) -> tuple[Floats, Floats]:
+    """How long a transfer holds each channel, and how much later it arrives."""
+    occupy, latency = _channel_seconds(costs, lowered), _channel_latency(lowered)
+    return (np.zeros(len(occupy)), occupy + latency) if network.latency_only else (occupy, latency)
 
 
 def _free_running(
@@ -215,47 +221,43 @@ def _free_running(
     duration: Floats,
     engine: Engine,
 ) -> TaskTimes:
-    sending = network.sending or schedule.sending
-    seconds = _sent_amounts(costs, lowered) * lowered.edge_rate
-    occupy, latency = seconds, lowered.edge_latency
-    if network.latency_only:
-        occupy, latency = np.zeros(len(seconds)), seconds + lowered.edge_latency
+    occupy, latency = _channel_times(costs, lowered, network)
     return time_tasks(
         lowered.graph,
         duration=duration,
-        edge_occupy=occupy,
-        edge_latency=latency,
-        cut_through=np.full(len(duration), sending == "cut-through"),
+        occupy=occupy,
+        latency=latency,
+        cut_through=(network.sending or schedule.sending) == "cut-through",
         engine=engine,
     )
 
 
-def _lockstep(schedule: Schedule, costs: Costs, lowered: Lowered, network: Network) -> TaskTimes:
+def _lockstep(schedule: Schedule, costs: Costs, lowered: Lowered, network: Network, work: Floats) -> TaskTimes:
     """FBP's table slots: F(m,i) in slot m+i, B(m,i) in slot m+2N−1−i (from 0), all ranks in step.
 
-    A slot costs the longest F+B active on one rank, or one transfer if that is longer.
+    A slot costs the longest work active on one rank, or all that crosses the busiest link if that takes longer (it
+    adds up if links send after the compute). Updates follow the last slot.
     """
     N, M = schedule.num_stages, schedule.num_microbatches
-    forward = lowered.kinds == Kind.F
+    forward, last = lowered.kinds == Kind.F, np.isin(lowered.kinds, (Kind.A, Kind.U))
     slot = lowered.microbatches + np.where(forward, lowered.stages, 2 * N - 1 - lowered.stages)
     load = np.zeros((M + 2 * N - 1, N))
-    work = np.where(forward, np.array(costs.forward)[lowered.stages], np.array(costs.backward)[lowered.stages])
-    np.add.at(load, (slot, lowered.stages), work)
-    pairs = [*zip(costs.send_forward, costs.send_backward, strict=True)]
-    if network.duplex == "full":
-        transfer = max((max(pair) for pair in pairs), default=0.0)
-    elif network.duplex == "half":
-        transfer = max((sum(pair) for pair in pairs), default=0.0)
-    else:
-        transfer = sum(sum(pair) for pair in pairs)
-    edges = np.concatenate([[0.0], np.cumsum(np.maximum(load.max(axis=1), transfer))])
+    np.add.at(load, (slot[~last], lowered.stages[~last]), work[~last])
+    occupy, latency = _channel_times(costs, lowered, network)
+    link = lowered.graph.channel_link
+    transfer = float((np.bincount(link, occupy)[link] + latency).max()) if len(link) else 0.0
+    compute = load.max(axis=1)
+    after = (network.sending or schedule.sending) == "after-compute"
+    edges = np.concatenate([[0.0], np.cumsum(compute + transfer if after else np.maximum(compute, transfer))])
     start, end = edges[slot], edges[slot + 1]
-    remote = np.where(forward, lowered.stages < N - 1, lowered.stages > 0)
+    start[last] = edges[-1]
+    end[last] = edges[-1] + work[last]
+    sends = lowered.graph.channel >= 0
     return TaskTimes(
         start=start,
         end=end,
-        sent=np.where(remote, start, np.nan),
-        arrival=np.where(remote, end, np.nan),
+        sent=np.where(sends, start, np.nan),
+        arrival=np.where(sends, end, np.nan),
         done=len(start),
     )
 
@@ -264,29 +266,26 @@ def _deadlock(lowered: Lowered, times: TaskTimes) -> DeadlockError:
     waiting = []
     starts = lowered.graph.lane_start
     for low, high in itertools.pairwise(starts):
-        stuck = next((task for task in range(int(low), int(high)) if np.isnan(times.start[task])), None)
-        if stuck is not None and lowered.kinds[stuck] <= Kind.U:
+        waits = np.isnan(times.end[low:high]) & (lowered.kinds[low:high] <= Kind.U)
+        if waits.any():
+            stuck = int(low) + int(np.argmax(waits))
             microbatch = int(lowered.microbatches[stuck])
             name = f"{lowered.stages[stuck]}{Kind(int(lowered.kinds[stuck])).name}"
             waiting.append(f"rank {lowered.ranks[stuck]} at {name}{'' if microbatch < 0 else microbatch}")
     where = ", ".join(waiting[:4]) + (" …" if len(waiting) > 4 else "")
-    return DeadlockError(f"deadlock: {where or 'an exchange'} wait for ever; reorder these actions")
+    how = "reorder these actions" if lowered.first_message is None else "use links that do not block, or reorder"
+    return DeadlockError(f"deadlock: {where} wait for ever; {how}")
 
 
 def _timeline(
     schedule: Schedule, costs: Costs, lowered: Lowered, network: Network, times: TaskTimes, work: Floats
 ) -> Timeline:
-    action = lowered.kinds <= Kind.U
-    if lowered.message_to is None:
-        source = np.flatnonzero(~np.isnan(times.sent))
-        target = np.full(len(lowered.kinds), -1, np.int64)
-        over_link = lowered.graph.edge_link >= 0
-        target[lowered.edge_source[over_link]] = lowered.ranks[lowered.graph.edge_to[over_link]]
-        transfers = Transfers(
-            source=source, to_rank=target[source], start=times.sent[source], arrival=times.arrival[source]
-        )
-    else:
-        transfers = _message_transfers(lowered, times, action)
+    action: slice | NDArray[np.bool_] = slice(None)
+    sent, arrived = times.sent[lowered.senders], times.arrival[lowered.senders]
+    if lowered.first_message is not None:
+        action = lowered.kinds <= Kind.U
+        sent, arrived = times.start[lowered.first_message :], times.end[lowered.first_message :]
+    transfers = Transfers(source=lowered.senders, to_rank=lowered.receiving_ranks, start=sent, arrival=arrived)
     period = None if schedule.flushes else steady_period(schedule, costs, network)
     return Timeline(
         num_ranks=schedule.num_ranks,
@@ -305,58 +304,50 @@ def _timeline(
     )
 
 
-def _message_transfers(lowered: Lowered, times: TaskTimes, action: NDArray[np.bool_]) -> Transfers:
-    assert lowered.message_to is not None
-    position = np.cumsum(action) - 1
-    made = {
-        (int(lowered.kinds[task]) == Kind.F, int(lowered.stages[task]), int(lowered.microbatches[task])): task
-        for task in np.flatnonzero(np.isin(lowered.kinds, (Kind.F, Kind.B, Kind.I)))
-    }
-    messages = np.flatnonzero((lowered.kinds == FORWARD_MESSAGE) | (lowered.kinds == BACKWARD_MESSAGE))
-    sources = []
-    for task in messages:
-        onward = int(lowered.kinds[task]) == FORWARD_MESSAGE
-        stage = int(lowered.stages[task]) + (0 if onward else 1)
-        sources.append(position[made[onward, stage, int(lowered.microbatches[task])]])
-    return Transfers(
-        source=np.array(sources, dtype=np.int64),
-        to_rank=lowered.message_to[messages],
-        start=times.start[messages],
-        arrival=times.end[messages],
-    )
-
-
 def steady_period(schedule: Schedule, costs: Costs, network: Network | None = None) -> float:
-    """λ: time per micro-batch of an endless capped 1F1B pipeline without replicas; reached, not only a bound.
+    """λ: time per micro-batch of an endless capped 1F1B pipeline without replicas.
 
     λ = max of every stage's F+B, every link's time, and over i<j of the loop through stages i..j:
-    [Σ(F+B) + Σ(SF+SB)] / (K_i − K_j + 1). A denominator of 0 or less is a deadlock. Cost: O(N²).
+    [Σ(F+B) + Σ(SF+SB)] / (K_i − K_j + 1), where on cut-through links only what outlasts the compute counts. It is
+    reached, not only a bound, where every direction has a link of its own. A denominator of 0 or less is a
+    deadlock. Cost: O(N²).
     """
     network = network or Network()
+    sending = network.sending or schedule.sending
     if schedule.caps is None:
         raise BaPipeError(f"{schedule.name} has no caps, so it has no steady period; use a 1f1b schedule")
+    if sending == "blocking":
+        raise BaPipeError(f"{schedule.name} has no known steady period with blocking sends; choose other links")
     N = schedule.num_stages
     work = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
-    sends_f, sends_b = [], []
+    busy: dict[Hashable, float] = {}
+    exposed = []
     for stage in range(N - 1):
         ahead, behind = schedule.placement[stage][0], schedule.placement[stage + 1][0]
-        out, back = network.route(ahead, behind), network.route(behind, ahead)
-        sends_f.append(costs.send_forward[stage] * out.seconds_per_unit + out.latency)
-        sends_b.append(costs.send_backward[stage] * back.seconds_per_unit + back.latency)
+        between = 0.0
+        for ends, amount, compute in (
+            ((ahead, behind), costs.send_forward[stage], costs.forward[stage]),
+            ((behind, ahead), costs.send_backward[stage], costs.backward[stage + 1]),
+        ):
+            route, link = network.route(*ends), network.link(*ends)
+            seconds = amount * route.seconds_per_unit
+            busy[link] = busy.get(link, 0.0) + seconds
+            hidden = compute if sending == "cut-through" else 0.0
+            between += max(0.0, seconds + route.latency - hidden)
+        exposed.append(between)
     period = max(work)
     if not network.latency_only:
-        both = zip(sends_f, sends_b, strict=True)
-        each = [f + b if network.duplex == "half" else max(f, b) for f, b in both]
-        period = max([period, *([sum(sends_f) + sum(sends_b)] if network.duplex == "shared" else each)])
-    for i in range(N):
-        loop = work[i]
-        for j in range(i + 1, N):
-            loop += work[j] + sends_f[j - 1] + sends_b[j - 1]
-            turns = schedule.caps[i] - schedule.caps[j] + 1
-            if turns <= 0:
-                raise DeadlockError(
-                    f"stage {i} may hold {schedule.caps[i]} micro-batches but stage {j} wants "
-                    f"{schedule.caps[j]} before its first backward; raise the cap of stage {i}"
-                )
-            period = max(period, loop / turns)
+        period = max(period, *busy.values(), 0.0)
+    caps = np.array([min(cap, 2**53) for cap in schedule.caps])
+    steps = np.array(work[1:]) + np.array(exposed)
+    for i in range(N - 1):
+        loops = np.cumsum(np.concatenate([[work[i]], steps[i:]]))[1:]
+        turns = caps[i] - caps[i + 1 :] + 1
+        if turns.min() <= 0:
+            j = i + 1 + int(np.argmax(turns <= 0))
+            raise DeadlockError(
+                f"stage {i} may hold {schedule.caps[i]} micro-batches but stage {j} wants "
+                f"{schedule.caps[j]} before its first backward; raise the cap of stage {i}"
+            )
+        period = max(period, float((loops / turns).max()))
     return period

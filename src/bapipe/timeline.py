@@ -70,10 +70,10 @@ class Timeline:
 
     def spans(self) -> list[float]:
         """Each rank's time from its first start to its last end."""
-        return [
-            float(self.end[own].max() - self.start[own].min()) if own.any() else 0.0
-            for own in (self.ranks == rank for rank in range(self.num_ranks))
-        ]
+        first, last = np.full(self.num_ranks, np.inf), np.full(self.num_ranks, -np.inf)
+        np.minimum.at(first, self.ranks, self.start)
+        np.maximum.at(last, self.ranks, self.end)
+        return [float(span) for span in np.maximum(last - first, 0.0)]
 
     def busy(self) -> list[float]:
         """Each rank's time at work; all-reduce is communication and does not count."""
@@ -95,17 +95,17 @@ class Timeline:
         exposed = np.zeros(self.num_ranks)
         if not len(self.transfers):
             return [0.0] * self.num_ranks
-        consumers = self._consumers()
+        consumers = self.consumers()
         known = consumers >= 0
         consumer, source = consumers[known], self.transfers.source[known]
         arrival = self.transfers.arrival[known]
-        before = self._previous_end()[consumer]
+        before = self.previous_end()[consumer]
         idle_from = np.maximum(before, self.end[source])
         waited = np.minimum(self.start[consumer], arrival) - idle_from
         np.add.at(exposed, self.ranks[consumer], np.maximum(waited, 0.0))
         return [float(value) for value in exposed]
 
-    def _consumers(self) -> Ints:
+    def consumers(self) -> Ints:
         """For each transfer the action that it feeds (F of the next stage, B or I of the previous), or -1."""
         table = np.full((2, self.num_stages + 2, max(1, self.num_microbatches)), -1, np.int64)
         index = np.arange(len(self.kinds))
@@ -118,7 +118,7 @@ class Timeline:
         found: Ints = table[backward, stage, self.microbatches[source]]
         return found
 
-    def _previous_end(self) -> Floats:
+    def previous_end(self) -> Floats:
         """End of the action before each one on its lane; 0 for the first."""
         order = np.lexsort((self.start, self.lanes, self.ranks))
         previous = np.zeros(len(order))
@@ -133,8 +133,12 @@ class Timeline:
 
         An action that sends does so at 1/(its span); lanes that run at once add up. The most demanding rank in
         the steady state counts (first backward to last forward of stage 0), or in the whole if there is none.
+        Where F and B run at once (FBP) both count as sent, as on an inner accelerator: Table I has it so, and with
+        two accelerators neither is an inner one.
         """
         source = self.transfers.source
+        if len(source) and ((self.kinds == Kind.B) & (self.lanes > 0)).any():
+            source = np.flatnonzero((self.kinds == Kind.F) | (self.kinds == Kind.B))
         first = (self.stages == 0) & np.isin(self.kinds, (Kind.B, Kind.I))
         last = (self.stages == 0) & (self.kinds == Kind.F)
         low, high = self.start[first].min(initial=np.inf), self.end[last].max(initial=-np.inf)

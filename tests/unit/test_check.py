@@ -186,6 +186,12 @@ def test_all_problems_are_found() -> None:
     assert complaint(schedule)[0].endswith("(and 1 more)")
 
 
+def test_a_hundred_problems_are_enough() -> None:
+    schedule = schedule_of("0F0 " * 1000 + "0B0")
+    assert len(check(schedule)) == 100
+    assert complaint(schedule)[0].endswith("(and 99 or more)")
+
+
 def test_the_table_shows_what_is_near() -> None:
     """Twenty ranks of forty actions are not printed for one cell."""
     schedule = with_recompute(make_schedule("1f1b-sno", 20, 20))

@@ -9,7 +9,7 @@ from bapipe.cluster import AcceleratorType, Efficiency
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
-__all__ = ["DTYPE_BYTES", "TypeEntry", "accelerator_type"]
+__all__ = ["DTYPE_BYTES", "BoardEntry", "EfficiencyEntry", "TypeEntry", "accelerator_type"]
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """bytes of one element; tf32 is a way to multiply fp32 values"""

@@ -156,8 +156,9 @@ def _schedule(name: str, options: dict[str, Any]) -> Schedule:
 
 
 def _costs(made: Schedule, options: dict[str, Any]) -> Costs:
-    dealt = tuple((stage % made.num_ranks,) for stage in range(made.num_stages))
-    interleaved = made.num_stages != made.num_ranks and made.placement == dealt
+    ranks = made.num_ranks
+    dealt = tuple((stage % ranks,) for stage in range(made.num_stages))
+    interleaved = made.num_stages != ranks and made.placement == dealt
     count = made.num_ranks if interleaved else made.num_stages
     costs = Costs.of(
         count,

@@ -36,7 +36,7 @@ def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
     return depth
 
 
-def transfer_of(hardware: Hardware) -> Callable[[Chain], Callable[[int], float]]:
+def _transfer_of(hardware: Hardware) -> Callable[[Chain], Callable[[int], float]]:
     """chain -> (cut -> seconds its link is busy per micro-batch), on the slowest link between neighbours."""
     cluster = hardware.cluster
     link = (
@@ -138,7 +138,7 @@ def paper_candidate(
     balanced = balanced_partition(
         chain,
         rows,
-        transfer_of=transfer_of(hardware),
+        transfer_of=_transfer_of(hardware),
         memory_of=memory_of,
         capacity=capacity,
         split_layers=request.strategy == "bapipe" or request.split_layers,

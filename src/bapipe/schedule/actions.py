@@ -10,6 +10,7 @@ runs forward and backward at once. Transfers are not actions: they follow from t
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ class Schedule:
 
     __hash__ = None  # type: ignore[assignment]
 
-    @property
+    @functools.cached_property
     def num_ranks(self) -> int:
         return 1 + max(rank for ranks in self.placement for rank in ranks)
 

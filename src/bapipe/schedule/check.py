@@ -10,12 +10,13 @@ import numpy as np
 
 from bapipe.engine import time_tasks
 from bapipe.errors import DeadlockError, ScheduleError
-from bapipe.lowering import Network, lower, lower_blocking
+from bapipe.lowering import Network, lower
 from bapipe.schedule.actions import Action, Kind, Schedule
 
-__all__ = ["Problem", "Sends", "check", "require_valid"]
+__all__ = ["Problem", "Sends", "check", "require_valid", "table_around"]
 
 Sends = Literal["preposted", "rendezvous"]
+_ENOUGH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class Problem:
 
 
 def check(schedule: Schedule, *, sends: Sends = "preposted") -> list[Problem]:
-    """All that is wrong with a schedule; an empty list means it is right. Linear in its actions.
+    """What is wrong with a schedule, up to 100 problems; an empty list means it is right. Linear in its actions.
 
     sends="preposted": receives are posted ahead and sends never block (BaPipe's own runtime).
     sends="rendezvous": a send blocks until the receiver asks; a send and the next receive from the same neighbour
@@ -50,7 +51,8 @@ def require_valid(schedule: Schedule, *, sends: Sends = "preposted") -> None:
     problems = check(schedule, sends=sends)
     if problems:
         first = problems[0]
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        others = f"{len(problems) - 1}{' or' if len(problems) == _ENOUGH else ''} more"
+        more = f" (and {others})" if len(problems) > 1 else ""
         kind = DeadlockError if first.deadlock else ScheduleError
         raise kind(f"{first.message}{more}\n{table_around(schedule, first)}")
 
@@ -84,6 +86,8 @@ def _check_actions(schedule: Schedule) -> list[Problem]:
             if text is not None:
                 message = f"rank {lane.rank}: {text}"
                 problems.append(Problem(rank=lane.rank, lane=index, position=position, message=message))
+                if len(problems) == _ENOUGH:
+                    return problems
             seen.setdefault(_key(action, lane.rank), position)
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
@@ -93,6 +97,8 @@ def _check_actions(schedule: Schedule) -> list[Problem]:
                 at = next((i for i, lane in enumerate(schedule.lanes) if lane.rank == rank), -1)
                 position = len(schedule.lanes[at]) if at >= 0 else 0
                 problems.append(Problem(rank=rank, lane=at, position=position, message=f"rank {rank}: {text}"))
+                if len(problems) == _ENOUGH:
+                    return problems
     return problems
 
 
@@ -105,6 +111,9 @@ def _misplaced(
     schedule: Schedule, action: Action, lane: int, seen: dict[tuple[int, Kind, int], int]
 ) -> str | None:
     rank, key = schedule.lanes[lane].rank, _key(action, schedule.lanes[lane].rank)
+    if action.stage >= schedule.num_stages or (action.microbatch or 0) >= schedule.num_microbatches:
+        sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} micro-batches"
+        return f"{action} is outside {sizes}; correct it"
     if action.microbatch is None and rank not in schedule.placement[action.stage]:
         return f"{action} is on a rank without stage {action.stage}; move it"
     if action.microbatch is not None and schedule.rank_of(action.stage, action.microbatch) != rank:
@@ -112,7 +121,10 @@ def _misplaced(
     if key in seen:
         return f"{action} runs twice, first at position {seen[key]}; remove one"
     before = _needed_before(schedule, action, lane, seen)
-    return None if before is None else f"{action} runs before {before}; put {before} ahead of it"
+    if before is not None:
+        return f"{action} runs before {before}; put {before} ahead of it"
+    after = _too_late_for(action, rank, seen)
+    return None if after is None else f"{action} runs after {after}; put it ahead of {after}"
 
 
 def _needed_before(
@@ -126,6 +138,19 @@ def _needed_before(
     if schedule.concurrency != "none" and sum(other.rank == rank for other in schedule.lanes) > 1:
         return None  # the other lane runs at the same time; the deadlock check orders the two
     return Action(action.stage, needed, action.microbatch)
+
+
+def _too_late_for(action: Action, rank: int, seen: dict[tuple[int, Kind, int], int]) -> Action | None:
+    """What must stand behind this action and was there already: the update, and for R its backward."""
+    if action.microbatch is None:
+        return None
+    if (action.stage, Kind.U, rank) in seen:
+        return Action(action.stage, Kind.U)
+    if action.kind == Kind.R:
+        for kind in (Kind.B, Kind.I):
+            if (action.stage, kind, action.microbatch) in seen:
+                return Action(action.stage, kind, action.microbatch)
+    return None
 
 
 def _missing(stage: int, microbatch: int, seen: dict[tuple[int, Kind, int], int]) -> str | None:
@@ -167,21 +192,16 @@ def _check_caps(schedule: Schedule) -> list[Problem]:
 
 def _check_deadlock(schedule: Schedule, sends: Sends) -> list[Problem]:
     blocking = sends == "rendezvous"
-    lowered = (lower_blocking if blocking else lower)(schedule, Network())
-    tasks, edges = len(lowered.kinds), len(lowered.edge_source)
-    times = time_tasks(
-        lowered.graph,
-        duration=np.ones(tasks),
-        edge_occupy=np.zeros(edges),
-        edge_latency=np.zeros(edges),
-        cut_through=np.zeros(tasks, dtype=bool),
-    )
+    lowered = lower(schedule, Network(sending="blocking") if blocking else Network())
+    tasks, free = len(lowered.kinds), np.zeros(len(lowered.channels))
+    times = time_tasks(lowered.graph, duration=np.ones(tasks), occupy=free, latency=free)
     if times.done == tasks:
         return []
     stuck = []
+    ran = ~np.isnan(times.end) & (lowered.kinds <= Kind.U)
     for index, lane in enumerate(schedule.lanes):
-        own = np.flatnonzero((lowered.graph.lane_of == index) & (lowered.kinds <= Kind.U))
-        position = int(np.count_nonzero(~np.isnan(times.start[own])))
+        low, high = lowered.graph.lane_start[index : index + 2]
+        position = int(np.count_nonzero(ran[low:high]))
         if position < len(lane):
             stuck.append((index, position))
     problems = []
@@ -200,6 +220,8 @@ def _check_deadlock(schedule: Schedule, sends: Sends) -> list[Problem]:
 def _advice(action: Action, blocking: bool) -> str:
     if blocking:
         return "reorder it, or run it with preposted receives"
+    if action.kind in (Kind.A, Kind.U):
+        return f"put it behind the last backward of stage {action.stage}"
     if action.kind == Kind.F:
         return f"stage {action.stage - 1} must run {action.stage - 1}F{action.microbatch} earlier"
     return f"stage {action.stage + 1} must run its backward of micro-batch {action.microbatch} earlier"

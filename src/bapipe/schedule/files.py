@@ -19,12 +19,13 @@ __all__ = [
     "ScheduleFile",
     "from_torch_csv",
     "read_schedule",
+    "schedule_text",
     "to_torch_csv",
     "write_schedule",
 ]
 
 SCHEDULE_SCHEMA = "bapipe.schedule/1"
-_LARGEST = 1_000_000
+_MOST_STAGES, _MOST_MICROBATCHES = 10_000, 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +73,30 @@ class ScheduleFile:
 
     def to_schedule(self) -> Schedule:
         """The schedule; sizes and numbers are checked here, its logic by `bapipe.schedule.check`."""
-        for what, value in (("stages", self.stages), ("microbatches", self.microbatches)):
-            if not 1 <= value <= _LARGEST:
-                raise ScheduleError(f"{what} must lie between 1 and {_LARGEST}, got {value}; correct the schedule")
+        for what, value, most in (
+            ("stages", self.stages, _MOST_STAGES),
+            ("microbatches", self.microbatches, _MOST_MICROBATCHES),
+        ):
+            if not 1 <= value <= most:
+                shown = str(value)[:20]
+                raise ScheduleError(f"{what} must lie between 1 and {most}, got {shown}; correct the schedule")
+        # What lacks a few actions is for the checker; what lacks almost all would only keep it busy.
+        present = sum(len(lane.actions) for lane in self.lanes)
+        if self.stages * self.microbatches > present + 10_000:
+            raise ScheduleError(
+                f"{self.stages} stages with {self.microbatches} micro-batches need at least "
+                f"{2 * self.stages * self.microbatches} actions, got {present}; is the file cut off?"
+            )
         if len(self.placement) != self.stages or not all(self.placement):
             raise ScheduleError(
                 f"placement must list the ranks of each of {self.stages} stages, got {len(self.placement)} lists"
             )
-        if self.caps is not None and len(self.caps) != self.stages:
-            raise ScheduleError(f"{self.stages} stages need {self.stages} caps, got {len(self.caps)}")
+        for name, counts in (("caps", self.caps), ("weight_versions", self.weight_versions)):
+            if counts is not None and (len(counts) != self.stages or min(counts) < 1):
+                raise ScheduleError(f"{name} must be {self.stages} numbers of at least 1, one per stage")
         ranks = {rank for stage in self.placement for rank in stage}
+        if len(ranks) > _MOST_STAGES:
+            raise ScheduleError(f"at most {_MOST_STAGES} ranks are possible, got {len(ranks)}; correct placement")
         if min(ranks) < 0 or ranks != set(range(len(ranks))):
             raise ScheduleError(f"ranks must be 0 to {len(ranks) - 1} without a gap, got {sorted(ranks)[:8]}")
         lanes = []
@@ -117,9 +132,13 @@ def read_schedule(path: str | Path) -> Schedule:
     return read_versioned(ScheduleFile, path, schema=SCHEDULE_SCHEMA).to_schedule()
 
 
+def schedule_text(schedule: Schedule, path: str | Path) -> str:
+    """What `path` would hold: torch's CSV if it ends so, otherwise BaPipe's JSON."""
+    return to_torch_csv(schedule) if str(path).endswith(".csv") else dump_json(ScheduleFile.of(schedule))
+
+
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    text = to_torch_csv(schedule) if str(path).endswith(".csv") else dump_json(ScheduleFile.of(schedule))
-    write_text(path, text)
+    write_text(path, schedule_text(schedule, path))
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -172,7 +191,7 @@ def _placement(rows: Iterable[list[Action]], stages: int) -> tuple[tuple[int, ..
                 raise ScheduleError(
                     f"stage {action.stage} is on rank {owner[action.stage]} and on rank {rank}; keep it on one"
                 )
-    missing = sorted(set(range(min(stages, _LARGEST))) - set(owner))
-    if missing:
-        raise ScheduleError(f"stage {missing[0]} has no actions; add its row")
+    missing = next((stage for stage in range(stages) if stage not in owner), None)
+    if missing is not None:
+        raise ScheduleError(f"stage {missing} has no actions; add its row")
     return tuple((owner[stage],) for stage in range(stages))

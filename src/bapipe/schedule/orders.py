@@ -21,6 +21,7 @@ from bapipe.schedule.actions import Concurrency, Kind, Lane, Schedule, Sending
 
 __all__ = [
     "SCHEDULES",
+    "Generator",
     "capped",
     "data_parallel",
     "fbp_as",
@@ -371,6 +372,10 @@ def make_schedule(
     if name not in known:
         raise BaPipeError(f"unknown schedule '{name[:60]}'{nearest(name, known)}; known: {', '.join(known)}")
     _require_sizes(num_stages, num_microbatches)
+    if replicas is not None and (len(replicas) != num_stages or min(replicas) < 1):
+        raise BaPipeError(
+            f"{num_stages} stages need {num_stages} replica counts of at least 1, got {list(replicas)[:16]}"
+        )
     if caps is not None and name != "1f1b":
         raise BaPipeError(f"--cap belongs to the schedule 1f1b; {name} sets its own K per stage")
     if name == "interleaved":

@@ -61,7 +61,7 @@ def plan_command(model: str, **options: Any) -> None:
     """
     cluster = _cluster(options)
     profile = _profile(model, cluster, options)
-    request = _request(options)
+    request = dataclasses.replace(_request(options), runnable=_must_run(profile, options))
     if options["compare"]:
         _compare(profile, cluster, request, options)
         return
@@ -100,6 +100,12 @@ def _request(options: dict[str, Any]) -> Request:
         raise BaPipeError(f"--dataset-size must be at least 1, got {options['dataset_size']}; raise it")
     names = ("minibatch", "microbatch", "schedule", "stages", "strategy", "space", "optimizer", "split_layers")
     return Request(**{name: options[name] for name in names})
+
+
+def _must_run(profile: Profile, options: dict[str, Any]) -> bool:
+    """Where the profile names code to run, the plan must be one that `bapipe run` runs, unless it was forced."""
+    forced = options["schedule"] or options["split_layers"] or options["strategy"] != "exact"
+    return profile.model.ref is not None and not forced
 
 
 def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from bapipe.chain import Chain
 from bapipe.evaluate import Evaluation
-from bapipe.explore.search import Exploration
+from bapipe.explore.search import Exploration, runs_now
 from bapipe.plan import LayerPart, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.files import ScheduleFile
 from bapipe.units import format_bytes, format_seconds
@@ -113,10 +113,9 @@ def _rivals(found: Exploration) -> tuple[Rival, ...]:
             reason = f"{format_bytes(short[1])} short on stage {short[0]} (layers {first} to {last})"
             rivals.append(Rival(name=name, time=None, memory_bytes=fullest, reason=reason))
         else:
-            slower = best.throughput / evaluation.throughput - 1
-            reason = (
-                f"{slower:.1%} slower; {_cause(evaluation)}" if slower > 0 else f"as fast; {_cause(evaluation)}"
-            )
+            reason = f"{_pace(best.throughput / evaluation.throughput - 1)}; {_cause(evaluation)}"
+            if found.request.runnable and not runs_now(evaluation.candidate):
+                reason += "; planned, not run yet"
             rivals.append(Rival(name=name, time=evaluation.time, memory_bytes=fullest, reason=reason))
     for estimate in found.estimates:
         if estimate.memory > estimate.capacity:
@@ -125,12 +124,17 @@ def _rivals(found: Exploration) -> tuple[Rival, ...]:
                 Rival(name=estimate.name, time=None, memory_bytes=estimate.memory, reason=f"{lacking} short")
             )
         else:
-            change = estimate.time / best.time - 1
-            reason = f"{abs(change):.1%} {'slower' if change >= 0 else 'faster'}; not run by BaPipe"
+            reason = f"{_pace(estimate.time / best.time - 1)}; not run by BaPipe"
             rivals.append(
                 Rival(name=estimate.name, time=estimate.time, memory_bytes=estimate.memory, reason=reason)
             )
     return tuple(rivals)
+
+
+def _pace(slower: float) -> str:
+    if abs(slower) < 5e-4:
+        return "as fast"
+    return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"
 
 
 def _cause(evaluation: Evaluation) -> str:

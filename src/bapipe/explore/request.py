@@ -10,7 +10,15 @@ from bapipe.errors import BaPipeError, nearest
 from bapipe.evaluate import OPTIMIZER_COPIES, Optimizer
 from bapipe.profile import Profile
 
-__all__ = ["SCHEDULE_NAMES", "STRATEGIES", "Request", "default_minibatch", "microbatch_sizes", "profiled_range"]
+__all__ = [
+    "RUNNABLE_SCHEDULES",
+    "SCHEDULE_NAMES",
+    "STRATEGIES",
+    "Request",
+    "default_minibatch",
+    "microbatch_sizes",
+    "profiled_range",
+]
 
 STRATEGIES = ("exact", "bapipe", "uniform", "parameters", "time", "pipedream", "gpipe", "dp")
 """how stages are cut: the optimum, the paper's steps, or a rival's rule; gpipe and dp also fix the schedule"""
@@ -26,6 +34,8 @@ SCHEDULE_NAMES = (
     "fbp-as",
     "data-parallel",
 )
+RUNNABLE_SCHEDULES = ("1f1b-sno", "1f1b-so", "1f1b", "gpipe")
+"""what `bapipe run` runs, on straight stages of whole layers without recomputation"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +54,8 @@ class Request:
     optimizer: Optimizer = "sgd"
     split_layers: bool = False
     """whether the exact strategy may split a layer between two stages"""
+    runnable: bool = False
+    """choose only what the runtime runs; the rest still appears among the rivals"""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:

@@ -17,14 +17,14 @@ from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate
 from bapipe.explore.data_parallel import Estimate, analytic_rivals, data_parallel_candidate
 from bapipe.explore.pipelines import Family, build, families_for, interleaved_candidate, optimal
-from bapipe.explore.request import Request, default_minibatch, microbatch_sizes, profiled_range
+from bapipe.explore.request import RUNNABLE_SCHEDULES, Request, default_minibatch, microbatch_sizes, profiled_range
 from bapipe.explore.strategies import THOROUGH, fixed_partitions, paper_candidate
 from bapipe.partition.intra_layer import refine
 from bapipe.partition.steps import Step
 from bapipe.profile import Profile
 from bapipe.units import format_bytes
 
-__all__ = ["BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound"]
+__all__ = ["BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound", "runs_now"]
 
 BRUTE_LAYERS, BRUTE_STAGES = 10, 4
 """sizes up to which a straight plan is compared with every other cut of its depth"""
@@ -79,7 +79,7 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         raise BaPipeError(
             f"{request.stages} stages need as many accelerators, the cluster has {len(cluster)}; lower --stages"
         )
-    found = _Found()
+    found = _Found(runnable=request.runnable)
     chains = {size: make_chain(profile, types, size) for size in sizes}
     ordered = sorted(sizes, key=lambda size: _perfect(chains[size], cluster, minibatch))
     if len(profile.layers) * len(cluster) > THOROUGH and request.strategy == "exact":
@@ -134,6 +134,14 @@ def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:
     return best.time / fastest - 1
 
 
+def runs_now(candidate: Candidate) -> bool:
+    """Whether `bapipe run` runs such a candidate today."""
+    whole = all(unit.whole for unit in candidate.chain.units)
+    again = any(stage.recompute for stage in candidate.stages)
+    straight = _straight(candidate.stages) and candidate.schedule.num_ranks == len(candidate.stages)
+    return straight and whole and not again and candidate.schedule.name in RUNNABLE_SCHEDULES
+
+
 def _promising(chains: list[Chain], hardware: Hardware, request: Request, minibatch: int) -> list[int]:
     """Of a large problem's micro-batch sizes the one that a straight pipeline or data parallelism likes best."""
     family = list(families_for(hardware.cluster, paper=False).values())[1]
@@ -172,7 +180,8 @@ def _rank(evaluation: Evaluation) -> tuple[float, float]:
 class _Found:
     """The best evaluation of each family."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, runnable: bool) -> None:
+        self.runnable = runnable
         self.by_family: dict[str, Evaluation] = {}
         self.count = 0
         self.bound = 0.0
@@ -189,6 +198,8 @@ class _Found:
 
     def add(self, family: str, evaluation: Evaluation) -> None:
         self.count += 1
+        if self.runnable and not runs_now(evaluation.candidate):
+            family += ", not run yet"
         held = self.by_family.get(family)
         if held is None or _rank(evaluation) < _rank(held):
             self.by_family[family] = evaluation
@@ -200,7 +211,11 @@ class _Found:
 
     @property
     def best(self) -> Evaluation | None:
-        fitting = [evaluation for evaluation in self.by_family.values() if evaluation.short is None]
+        fitting = [
+            evaluation
+            for evaluation in self.by_family.values()
+            if evaluation.short is None and (not self.runnable or runs_now(evaluation.candidate))
+        ]
         return min(fitting, key=_rank) if fitting else None
 
 
@@ -346,8 +361,12 @@ def _interleaved(
 
 def _nothing_fits(found: _Found, hardware: Hardware) -> InfeasibleError:
     """Which stage of the closest candidate lacks how much, and what would help."""
-    closest = min(found.by_family.values(), key=_rank)
-    assert closest.short is not None
+    closest = min((item for item in found.by_family.values() if item.short is not None), key=_rank, default=None)
+    if closest is None or closest.short is None:
+        fits = ", ".join(evaluation.candidate.label for evaluation in found.by_family.values())
+        return InfeasibleError(
+            f"nothing that `bapipe run` runs yet was found; planned only: {fits}; force --schedule 1f1b-so"
+        )
     stage, short = closest.short
     choice, chain = closest.candidate.stages[stage], closest.candidate.chain
     names = chain.profile.layers

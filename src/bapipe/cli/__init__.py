@@ -9,15 +9,17 @@ import click
 
 from bapipe import __version__
 from bapipe.cli.plan import plan_command
+from bapipe.cli.profile import cluster_group, merge_command, profile_command, slices_group
 from bapipe.cli.run import compare_command, run_command
 from bapipe.cli.simulate import simulate_command
 from bapipe.errors import BaPipeError
 
-__all__ = ["cli", "main"]
+__all__ = ["COMMANDS", "cli", "main"]
 
 EXAMPLES = """\b
 Examples:
   bapipe plan vgg16 --cluster 4xv100 --minibatch 2048
+  bapipe profile vgg16 --device cpu --microbatch 1,2,4 -o profile.json
   bapipe plan profile.json --cluster cluster.toml --out plan.json
   bapipe run plan.json --steps 3 --check --out run.json
   bapipe compare plan.json run.json
@@ -40,7 +42,17 @@ def cli() -> None:
     """Find the fastest way to spread the training of a DNN over your accelerators, see why, and run it."""
 
 
-for command in (plan_command, run_command, compare_command, simulate_command):
+COMMANDS = (
+    profile_command,
+    plan_command,
+    run_command,
+    compare_command,
+    simulate_command,
+    merge_command,
+    cluster_group,
+    slices_group,
+)
+for command in COMMANDS:
     cli.add_command(command)
 
 

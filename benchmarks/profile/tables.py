@@ -1,0 +1,79 @@
+"""The two accuracy tables of measured models, as Markdown: `python tables.py details.json …`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from bapipe.torch.measure import Measurement, agreement, predicted_peak, read_measurement
+from bapipe.torch.measure.assemble import spread
+
+__all__ = ["accuracy_tables"]
+
+
+def accuracy_tables(measured: Sequence[Measurement]) -> str:
+    """Sum of layers against the whole step, and predicted against allocated memory, one row per model and size."""
+    lines = ["Environment: " + "; ".join(dict.fromkeys(str(item.environment) for item in measured)), ""]
+    lines += ["Sum of layers, before any calibration, against the whole step (forward and backward, median).", ""]
+    lines += _table(
+        ("model", "dtype", "device", "micro-batch", "sum of layers, ms", "eager step, ms", "residual",
+         "as one stage, ms", "residual", "rounds differ"),
+        (row for item in measured for row in _times(item)),
+    )  # fmt: skip
+    memory = [row for item in measured for row in _memory(item)]
+    if memory:
+        lines += [
+            "",
+            "Peak memory of one step: predicted from the layers against torch.cuda.max_memory_allocated.",
+            "",
+        ]
+        lines += _table(
+            ("model", "dtype", "device", "micro-batch", "predicted, MB", "allocated, MB", "off by"), memory
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _name(item: Measurement) -> tuple[str, str, str]:
+    return item.model, item.dtype, item.environment.slice.split(" of ")[0] or item.environment.device
+
+
+def _times(item: Measurement) -> Iterable[tuple[str, ...]]:
+    for size in item.sizes():
+        found = agreement(item, size)
+        if found is None:
+            yield (*_name(item), str(size), "", "does not fit", "", "", "", "")
+            continue
+        yield (
+            *_name(item),
+            str(size),
+            f"{found.layers * 1e3:.2f}",
+            f"{found.eager * 1e3:.2f}",
+            f"{found.residual:+.1%}",
+            f"{found.chain * 1e3:.2f}",
+            f"{found.chain_residual:+.1%}",
+            f"{spread(item, size)[0]:.1%}",
+        )
+
+
+def _memory(item: Measurement) -> Iterable[tuple[str, ...]]:
+    for size in item.sizes():
+        predicted = predicted_peak(item, size)
+        peak = max((step.peak or 0.0 for step in item.whole if step.microbatch == size), default=0.0)
+        if predicted is not None and peak:
+            yield (
+                *_name(item),
+                str(size),
+                f"{predicted / 1e6:.1f}",
+                f"{peak / 1e6:.1f}",
+                f"{predicted / peak - 1:+.1%}",
+            )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(accuracy_tables([read_measurement(Path(path)) for path in sys.argv[1:]]))

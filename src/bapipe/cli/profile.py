@@ -1,0 +1,357 @@
+"""`bapipe profile`, `bapipe cluster detect`, `bapipe slices`: measure models, links and this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bapipe.cli.values import Counts, Numbers
+from bapipe.errors import BaPipeError
+from bapipe.files import dump_json, write_text
+from bapipe.profile import read_profile, write_profile
+from bapipe.profile_merge import merge_profiles
+from bapipe.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from bapipe.torch.measure import Measurement, Profiled
+
+__all__ = [
+    "cluster_group",
+    "detect_command",
+    "merge_command",
+    "profile_command",
+    "slices_group",
+    "slices_start",
+    "slices_status",
+    "slices_stop",
+]
+
+
+@click.command("profile")
+@click.argument("model", required=False)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--microbatch", "microbatches", type=Counts(), default="1,2,4,8", show_default=True, help="Sizes.")
+@click.option("--dtype", default="fp32", show_default=True, help="fp32, tf32, bf16, fp16 or fp64.")
+@click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="Passed to the model's function.")
+@click.option(
+    "-o", "--out", type=click.Path(dir_okay=False), help="Write profile.json (with --links: cluster.toml)."
+)
+@click.option("--type", "accelerator", help="Accelerator type to file the costs under.  [default: by the device]")
+@click.option("--optimizer", default="sgd", show_default=True, help="sgd, momentum, adam or adamw.")
+@click.option(
+    "--iterations", type=int, help="Samples of each time, as the paper's 1000.  [default: until 2 % sure]"
+)
+@click.option("--threads", type=int, help="Threads of a CPU.  [default: all]")
+@click.option("--calibrate", is_flag=True, help="Scale the layers to the whole step; the profile says so.")
+@click.option("--layers", type=click.Choice(["auto", "children", "captured"]), default="auto", show_default=True,
+              help="Children of an nn.Sequential, as bapipe run cuts it, or what capture finds.")  # fmt: skip
+@click.option("--fresh", is_flag=True, help="Forget what was measured before.")
+@click.option("--details", type=click.Path(dir_okay=False), help="Write everything measured as JSON.")
+@click.option("--slice-of", type=int, help="Profile one of so many equal slices of the GPU, the others loaded.")
+@click.option("--slice-memory", help="Memory of each slice, such as 16GB.")
+@click.option("--links", is_flag=True, help="Measure links between ranks of this machine instead of a model.")
+@click.option("--ranks", type=int, default=2, show_default=True, help="For --links.")
+@click.option("--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True)
+def profile_command(model: str | None, **options: Any) -> None:
+    """Measure what every layer of MODEL costs on a device of this machine.
+
+    MODEL is package.module:function, which returns (module, args, kwargs), or vgg16, resnet50, gnmt-8, gpt, unet.
+    Ctrl-C keeps what was measured: the same command goes on from there.
+
+    \b
+    Examples:
+      bapipe profile vgg16 --device cuda --microbatch 1,2,4,8,16,32,64 -o profile.json
+      bapipe profile my_package.my_model:build --arg layers=24 --dtype bf16 --device cuda -o profile.json
+      bapipe profile gnmt-8 --device cuda --slice-of 4 --slice-memory 16GB -o slice.json
+      bapipe profile --links --ranks 4 -o cluster.toml
+    """
+    if options["links"]:
+        if model is not None:
+            raise BaPipeError(f"--links measures this machine, not a model; leave out '{model[:60]}'")
+        _links(options)
+        return
+    if model is None:
+        raise BaPipeError("name a model to profile, such as vgg16 or package.module:function, or give --links")
+    _check_out(options["out"])
+    _check_out(options["details"])
+    found = _profile(model, options)
+    if options["out"]:
+        write_profile(found.profile, options["out"])
+    if options["details"]:
+        write_text(options["details"], dump_json(found.measured))
+    _print(found, options["out"])
+    if not found.complete:
+        click.echo("stopped early: the same command goes on from here", err=True)
+        raise click.exceptions.Exit(130)
+
+
+def _check_out(path: str | None) -> None:
+    if path is not None and not Path(path).resolve().parent.is_dir():
+        raise BaPipeError(f"{path} is in a folder that does not exist; make it first")
+
+
+def _profile(model: str, options: dict[str, Any]) -> Profiled:
+    from bapipe.torch.measure import Settings, profile_model
+    from bapipe.torch.measure.load import parse_args
+
+    arguments = parse_args(options["arguments"])
+    settings = Settings(
+        microbatches=tuple(sorted(set(options["microbatches"]))),
+        iterations=options["iterations"],
+        fresh=options["fresh"],
+    )
+    with _sliced(model, arguments, options) as slice_, _progress() as report:
+        return profile_model(
+            model,
+            settings=settings,
+            device=options["device"],
+            dtype=options["dtype"],
+            args=arguments,
+            optimizer=options["optimizer"],
+            accelerator=options["accelerator"],
+            calibrate=options["calibrate"],
+            threads=options["threads"],
+            slice_=slice_,
+            children={"auto": None, "children": True, "captured": False}[options["layers"]],
+            report=report,
+        )
+
+
+@contextlib.contextmanager
+def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> Iterator[str]:
+    """Put this process on a slice with the others loaded, if asked; yields what to call it."""
+    if options["slice_of"] is None:
+        yield ""
+        return
+    import os
+
+    from bapipe.torch import slices
+    from bapipe.torch.measure.load import loaded
+
+    if not options["device"].startswith("cuda"):
+        raise BaPipeError(f"--slice-of cuts a GPU, got --device {options['device']}; add --device cuda")
+    memory = parse_bytes(options["slice_memory"], what="--slice-memory") if options["slice_memory"] else None
+    gpu = int(options["device"].partition(":")[2] or 0)
+    before = slices.status(gpu)
+    cut = slices.start(slices.even_slices(options["slice_of"]), memory=memory, gpu=gpu)
+    os.environ.update(slices.slice_environment(cut, 0))
+    options["device"] = "cuda"
+    sizes = [size for size in options["microbatches"] if size <= 16] or [min(options["microbatches"])]
+    try:
+        with loaded(cut, 0, model, arguments, dtype=options["dtype"], microbatch=max(sizes)) as name:
+            yield name
+    finally:
+        if before is None:
+            click.echo("the MPS daemon still runs; end it with bapipe slices stop", err=True)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar with the time left, on a terminal's standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("capturing", total=1.0)
+
+        def report(label: str, share: float) -> None:
+            bar.update(task, completed=share, description=label)
+
+        yield report
+
+
+def _print(found: Profiled, out: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    name, costs = next(iter(found.profile.accelerators.items()))
+    row = len(costs.microbatches) - 1
+    title = f"{found.profile.model.name} on {name}, {found.profile.dtype}, micro-batch {costs.microbatches[row]}"
+    table = Table(title=title, title_justify="left")
+    for header in ("layer", "parameters", "forward", "backward", "of it weights", "crosses", "stash"):
+        table.add_column(header, justify="left" if header == "layer" else "right", overflow="fold")
+    assert costs.weight_gradient is not None
+    for index, layer in enumerate(found.profile.layers):
+        table.add_row(
+            layer.name,
+            f"{layer.parameters:,}",
+            format_seconds(costs.forward[row][index]),
+            format_seconds(costs.backward[row][index]),
+            format_seconds(costs.weight_gradient[row][index]),
+            format_bytes(costs.boundary_forward[row][index]),
+            format_bytes(costs.stash[row][index]),
+        )
+    console.print(table)
+    _print_agreement(found.measured)
+    if costs.not_fitting:
+        console.print("ran out of memory at micro-batch " + ", ".join(str(size) for size in costs.not_fitting))
+    for note in found.measured.notes:
+        console.print(note)
+    if out:
+        console.print(f"wrote {out}", soft_wrap=True)
+
+
+def _print_agreement(measured: Measurement) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from bapipe.torch.measure.assemble import agreement, spread
+
+    table = Table(title="forward and backward of all layers against the whole step", title_justify="left")
+    for header in ("micro-batch", "sum of layers", "whole step", "residual", "rounds differ"):
+        table.add_column(header, justify="right")
+    for size in measured.sizes():
+        found = agreement(measured, size)
+        if found is not None:
+            table.add_row(
+                str(size),
+                format_seconds(found.layers),
+                format_seconds(found.eager),
+                f"{found.residual:+.1%}",
+                f"{spread(measured, size)[0]:.1%}",
+            )
+    if table.row_count:
+        Console(highlight=False).print(table)
+
+
+def _links(options: dict[str, Any]) -> None:
+    from bapipe.torch.measure.detect import cluster_text, detect
+    from bapipe.torch.measure.links import measure_links
+
+    _check_out(options["out"])
+    device = options["device"].partition(":")[0]
+    if device not in ("cpu", "cuda"):
+        raise BaPipeError(f"a device is cpu or cuda, got '{device[:60]}'")
+    measured = measure_links(options["ranks"], backend=options["backend"], device=device)
+    text = cluster_text(detect(ranks=options["ranks"], threads=options["threads"] or 1), measured)
+    if options["out"]:
+        write_text(options["out"], text)
+    _print_links(measured.pairs, "point to point")
+    _print_links(measured.all_reduce, f"all-reduce of {measured.ranks}")
+    click.echo(f"wrote {options['out']}" if options["out"] else text)
+
+
+def _print_links(samples: Any, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for header in ("ranks", "message", "directions", "time", "bytes/s each"):
+        table.add_column(header, justify="right")
+    for item in samples:
+        table.add_row(
+            f"{item.first}-{item.second}",
+            format_bytes(item.nbytes),
+            "both" if item.both else "one",
+            format_seconds(item.seconds.median),
+            f"{format_bytes(item.nbytes / item.seconds.median)}/s",
+        )
+    Console(highlight=False).print(table)
+
+
+@click.command("merge")
+@click.argument("profiles", nargs=-1, required=True, type=click.Path(dir_okay=False))
+@click.option("-o", "--out", required=True, type=click.Path(dir_okay=False), help="Write the merged profile.json.")
+@click.option("--replace", "replace_older", is_flag=True, help="Where two have the same size, the later one wins.")
+def merge_command(profiles: tuple[str, ...], out: str, replace_older: bool) -> None:
+    """Merge PROFILES of one model, measured on several machines, into one.
+
+    \b
+    Example:
+      bapipe merge h200.json v100.json -o both.json
+    """
+    merged = merge_profiles([read_profile(path) for path in profiles], replace_older=replace_older)
+    write_profile(merged, out)
+    click.echo(f"wrote {out}: {merged.model.name} on {', '.join(merged.accelerators)}")
+
+
+@click.group("cluster")
+def cluster_group() -> None:
+    """Describe this machine."""
+
+
+@cluster_group.command("detect")
+@click.option("-o", "--out", type=click.Path(dir_okay=False), help="Write cluster.toml.")
+@click.option("--ranks", type=int, help="Accelerators to list.  [default: GPUs, or cores by threads]")
+@click.option("--threads", type=int, default=1, show_default=True, help="Of each rank on a CPU.")
+def detect_command(out: str | None, ranks: int | None, threads: int) -> None:
+    """Write a cluster file of this machine: GPUs, or CPU cores as ranks.
+
+    \b
+    Example:
+      bapipe cluster detect -o cluster.toml
+    """
+    from bapipe.torch.measure.detect import cluster_text, detect
+
+    _check_out(out)
+    if ranks is not None and ranks < 1:
+        raise BaPipeError(f"a cluster needs at least 1 rank, got {ranks}; raise --ranks")
+    machine = detect(ranks=ranks, threads=threads)
+    text = cluster_text(machine)
+    if out:
+        write_text(out, text)
+        click.echo(f"wrote {out}: {machine.count} × {machine.type}")
+    else:
+        click.echo(text, nl=False)
+    if machine.kind == "cpu":
+        click.echo(f"profile for it with --device cpu --threads {threads}", err=True)
+
+
+@click.group("slices")
+def slices_group() -> None:
+    """Cut one GPU into several by CUDA MPS, to rehearse a multi-GPU plan."""
+
+
+@slices_group.command("start")
+@click.option("--count", type=int, default=4, show_default=True, help="Equal slices.")
+@click.option("--percentages", type=Numbers(), help="Unequal slices, such as 50,25,12.5,12.5.")
+@click.option("--memory", help="Of each slice, such as 16GB.")
+@click.option("--gpu", type=int, default=0, show_default=True)
+def slices_start(count: int, percentages: tuple[float, ...] | None, memory: str | None, gpu: int) -> None:
+    """Start the MPS daemon and print each slice's environment.
+
+    \b
+    Example:
+      bapipe slices start --count 4 --memory 16GB
+    """
+    from bapipe.torch import slices
+
+    limit = parse_bytes(memory, what="--memory") if memory else None
+    _print_slices(slices.start(percentages or slices.even_slices(count), memory=limit, gpu=gpu))
+
+
+@slices_group.command("status")
+@click.option("--gpu", type=int, default=0, show_default=True)
+def slices_status(gpu: int) -> None:
+    """Say whether the GPU is cut, and how."""
+    from bapipe.torch import slices
+
+    found = slices.status(gpu)
+    if found is None:
+        click.echo(f"GPU {gpu} is not cut")
+    else:
+        _print_slices(found)
+
+
+@slices_group.command("stop")
+@click.option("--gpu", type=int, default=0, show_default=True)
+def slices_stop(gpu: int) -> None:
+    """Stop the MPS daemon; the GPU is whole again."""
+    from bapipe.torch import slices
+
+    click.echo(f"GPU {gpu} is whole again" if slices.stop(gpu) else f"GPU {gpu} was not cut")
+
+
+def _print_slices(found: Any) -> None:
+    from bapipe.torch import slices
+
+    for index in range(len(found)):
+        click.echo(f"# slice {index}: {found.percentages[index]:g} % of GPU {found.gpu}")
+        click.echo(slices.exported(slices.slice_environment(found, index)))

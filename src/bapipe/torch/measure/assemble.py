@@ -1,0 +1,217 @@
+"""From what was measured to a Profile, and how well its sum agrees with the whole step. Uses no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bapipe.errors import BaPipeError
+from bapipe.model import ModelRef
+from bapipe.profile import CostTable, Profile, ProfiledLayer
+from bapipe.torch.measure.record import Measurement, Reading, seconds
+from bapipe.torch.measure.statistics import pooled
+
+__all__ = ["Agreement", "SizeTimes", "agreement", "layer_times", "run_ahead", "spread", "to_profile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeTimes:
+    """Seconds of every layer at one micro-batch size."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """The sum of layers beside the whole step, forward and backward, before any calibration."""
+
+    microbatch: int
+    layers: float
+    """seconds, all layers"""
+    eager: float
+    """seconds, the module itself"""
+    chain: float
+    """seconds, all layers as one stage"""
+
+    @property
+    def residual(self) -> float:
+        """By how much of the eager step the sum is too high."""
+        return self.layers / self.eager - 1
+
+    @property
+    def chain_residual(self) -> float:
+        """The same against all layers run as one stage, as a plan runs them."""
+        return self.layers / self.chain - 1
+
+
+def run_ahead(host: Sequence[float], device: Sequence[float | None]) -> list[float]:
+    """What each of consecutive pieces of work adds to the time at which a GPU is done with them.
+
+    The host issues ahead and the device follows: issued(k) = issued(k−1) + host(k) and
+    finished(k) = max(finished(k−1) + device(k), issued(k)). Work that the device has no time of its own for is
+    waited for. The sum is the time of the whole, where a sum of max(host, device) would count twice what overlaps.
+    """
+    issued = finished = 0.0
+    added = []
+    for own, work in zip(host, device, strict=True):
+        if work is None:
+            end = issued = max(issued, finished) + own
+        else:
+            issued += own
+            end = max(finished + work, issued)
+        added.append(end - finished)
+        finished = end
+    return added
+
+
+def layer_times(measured: Measurement, microbatch: int) -> SizeTimes:
+    """Every layer's seconds at a size, both rounds pooled, what timing one by one adds taken off."""
+    readings = [measured.rounds(microbatch, first) for first, _ in measured.units]
+    ahead = [_net([item.forward for item in items], measured.empty_forward) for items in readings]
+    back = [_net([item.backward for item in items], measured.empty_backward) for items in readings]
+    weights = []
+    for items, whole in zip(readings, back, strict=True):
+        total = max(whole[0], whole[1] or 0.0)
+        alone = _net([item.input_gradient for item in items if item.input_gradient], measured.empty_backward)
+        weights.append(1 - min(1.0, max(alone[0], alone[1] or 0.0) / total) if total > 0 else 0.0)
+    order = [*ahead, *reversed(back)]
+    added = run_ahead([host for host, _ in order], [device for _, device in order])
+    forward_units, backward_units = added[: len(ahead)], added[len(ahead) :][::-1]
+    forward, backward, gradient = [], [], []
+    for index, (first, last) in enumerate(measured.units):
+        for layer in range(first, last + 1):
+            forward.append(forward_units[index] * measured.shares_forward[layer])
+            backward.append(backward_units[index] * measured.shares_backward[layer])
+            gradient.append(backward[-1] * weights[index] if measured.layers[layer].parameters else 0.0)
+    return SizeTimes(forward=tuple(forward), backward=tuple(backward), weight_gradient=tuple(gradient))
+
+
+def _net(readings: Sequence[Reading], empty: Reading | None) -> tuple[float, float | None]:
+    if not readings:
+        return 0.0, None
+    host, device = seconds(readings)
+    if device is not None:
+        # The noise of issuing is one-sided: alone and after a pause a layer is issued more slowly than in a step.
+        host = min(reading.host.low for reading in readings)
+    return max(0.0, host - (empty.host.median if empty else 0.0)), device
+
+
+def agreement(measured: Measurement, microbatch: int) -> Agreement | None:
+    """The sum of layers against the whole step; None where that was not measured."""
+    eager, chain = measured.step(microbatch), measured.step(microbatch, eager=False)
+    if eager is None or chain is None:
+        return None
+    times = layer_times(measured, microbatch)
+    return Agreement(
+        microbatch=microbatch,
+        layers=sum(times.forward) + sum(times.backward),
+        eager=eager.median,
+        chain=chain.median,
+    )
+
+
+def spread(measured: Measurement, microbatch: int) -> tuple[float, float]:
+    """(A/A, half-width): how far the two rounds' sums lie apart, and the layers' median interval, relative."""
+    sums: dict[int, float] = {}
+    widths = []
+    for item in measured.timings:
+        if item.microbatch == microbatch:
+            for reading in (item.forward, item.backward):
+                own = reading.device or reading.host
+                sums[item.round] = sums.get(item.round, 0.0) + own.median
+                widths.append(own.half_width)
+    both = [sums[key] for key in sorted(sums)]
+    difference = abs(both[1] - both[0]) / (sum(both) / 2) if len(both) == 2 and sum(both) > 0 else 0.0
+    return difference, sorted(widths)[len(widths) // 2] if widths else 0.0
+
+
+def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, calibrate: bool = False) -> Profile:
+    """The profile of what is complete. `calibrate`: scale each size's times so that they sum to the whole step.
+
+    Raises BaPipeError where no size is complete.
+    """
+    sizes = measured.sizes()
+    if not sizes:
+        lost = f"; {_listed(measured.not_fitting)} ran out of memory" if measured.not_fitting else ""
+        raise BaPipeError(
+            f"nothing of {measured.model} is measured completely{lost}; profile smaller micro-batches or go on"
+        )
+    rows = {size: layer_times(measured, size) for size in sizes}
+    notes = []
+    for size in sizes:
+        found = agreement(measured, size)
+        if found is None:
+            continue
+        notes.append(f"{size}: {found.residual:+.1%}")
+        if calibrate and found.layers > 0:
+            rows[size] = _scaled(rows[size], found.eager / found.layers)
+    memory = [measured.memory_at(size) for size in sizes]
+    table = CostTable(
+        source="measured",
+        description=_description(measured, sizes, notes, calibrate),
+        microbatches=sizes,
+        forward=tuple(rows[size].forward for size in sizes),
+        backward=tuple(rows[size].backward for size in sizes),
+        weight_gradient=tuple(rows[size].weight_gradient for size in sizes),
+        boundary_forward=tuple(item.boundary_forward for item in memory),
+        boundary_backward=tuple(item.boundary_backward for item in memory),
+        stash=tuple(item.stash for item in memory),
+        update=_updates(measured),
+        workspace=tuple(max(item.workspace) for item in memory),
+        not_fitting=measured.not_fitting,
+    )
+    layers = tuple(
+        ProfiledLayer(
+            name=layer.name,
+            parameters=layer.parameters,
+            weight_bytes=layer.weight_bytes,
+            split=layer.split,
+            shares_weights_with=layer.shares_weights_with,
+        )
+        for layer in measured.layers
+    )
+    return Profile(
+        model=replace(model, fingerprint=measured.fingerprint),
+        dtype=measured.dtype,
+        layers=layers,
+        accelerators={accelerator: table},
+        input_bytes=measured.input_bytes,
+    )
+
+
+def _scaled(times: SizeTimes, factor: float) -> SizeTimes:
+    def scale(row: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value * factor for value in row)
+
+    return SizeTimes(
+        forward=scale(times.forward), backward=scale(times.backward), weight_gradient=scale(times.weight_gradient)
+    )
+
+
+def _updates(measured: Measurement) -> tuple[float, ...]:
+    """The whole model's step, dealt to the layers by their weights."""
+    if not measured.update:
+        return (0.0,) * len(measured.layers)
+    host = pooled([item.reading.host for item in measured.update]).median
+    devices = [item.reading.device for item in measured.update if item.reading.device is not None]
+    total = max(host, pooled(devices).median) if devices else host
+    own = [0.0 if layer.shares_weights_with else layer.weight_bytes for layer in measured.layers]
+    return tuple(total * value / sum(own) if sum(own) > 0 else 0.0 for value in own)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(str(size) for size in sizes)
+
+
+def _description(measured: Measurement, sizes: Sequence[int], notes: Sequence[str], calibrate: bool) -> str:
+    worst, width = max(spread(measured, size) for size in sizes)
+    parts = [str(measured.environment), f"optimizer {measured.optimizer}"]
+    parts.append(f"rounds differ by up to {worst:.1%}, medians known to {width:.1%}")
+    if notes:
+        what = "times scaled to the whole step; before that the sum of layers was off by" if calibrate else (
+            "sum of layers against the whole step"
+        )  # fmt: skip
+        parts.append(f"{what} {', '.join(notes)}")
+    return "; ".join((*parts, *measured.notes))

@@ -1,0 +1,136 @@
+"""Load for the other slices of a GPU while one is profiled: training steps of the same model, until told."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bapipe.errors import BaPipeError
+from bapipe.torch.measure.source import Argument, find_model
+from bapipe.torch.slices import Slices, slice_environment
+from bapipe.units import format_bytes
+
+__all__ = ["loaded", "main", "parse_args"]
+
+_PATIENCE = 180.0
+"""seconds for a load to build its model and run a step"""
+
+
+@contextlib.contextmanager
+def loaded(
+    slices: Slices, own: int, spec: str, args: Mapping[str, Argument], *, dtype: str, microbatch: int
+) -> Iterator[str]:
+    """Every slice but `own` trains the model meanwhile; yields how to call that in a profile.
+
+    Starts when all of them run. They end when this does, or when this process is gone.
+    """
+    others = [index for index in range(len(slices)) if index != own]
+    share = f"{slices.percentages[own]:g} % of the multiprocessors by CUDA MPS"
+    if slices.memory is not None:
+        share += f", {format_bytes(slices.memory)}"
+    with tempfile.TemporaryDirectory(prefix="bapipe-load-") as folder, contextlib.ExitStack() as stack:
+        loads = []
+        for index in others:
+            ready = Path(folder) / f"ready{index}"
+            command = [sys.executable, "-m", "bapipe.torch.measure.load", spec, "--dtype", dtype]
+            command += ["--microbatch", str(microbatch), "--ready", str(ready)]
+            command += [f"--arg={key}={value}" for key, value in args.items()]
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **slice_environment(slices, index)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=open(Path(folder) / f"error{index}", "wb"),  # noqa: SIM115
+            )
+            stack.callback(_end, process)
+            loads.append((process, ready, Path(folder) / f"error{index}"))
+        for process, ready, errors in loads:
+            _await(process, ready, errors)
+        beside = f", {len(others)} others training beside it" if others else ""
+        yield f"{share}{beside}"
+
+
+def _await(process: subprocess.Popen[bytes], ready: Path, errors: Path) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > end:
+            lines = errors.read_text(errors="replace").strip().splitlines()
+            said = lines[-1][:200] if lines else "it said nothing"
+            raise BaPipeError(f"the load on another slice did not start: {said}; give the slices more memory")
+        time.sleep(0.1)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train until standard input ends, or for `--seconds`."""
+    from bapipe.torch.measure.environment import find_device, find_dtype, plain_fp32
+    from bapipe.torch.measure.training import training_step
+
+    parser = argparse.ArgumentParser(prog="bapipe.torch.measure.load")
+    parser.add_argument("model")
+    parser.add_argument("--arg", action="append", default=[])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--microbatch", type=int, default=16)
+    parser.add_argument("--ready", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    options = parser.parse_args(argv)
+    stop = threading.Event()
+
+    def watch() -> None:
+        while sys.stdin.read(1):
+            pass
+        stop.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    device = find_device(options.device)
+    if device.type == "cuda":
+        plain_fp32(options.dtype)
+    source = find_model(options.model, parse_args(options.arg))
+    step = training_step(source, device=device, dtype=find_dtype(options.dtype), size=options.microbatch)
+    step()
+    options.ready.touch()
+    end = time.monotonic() + options.seconds
+    while not stop.is_set() and time.monotonic() < end:
+        step()
+
+
+def parse_args(texts: Sequence[str]) -> dict[str, Argument]:
+    """key=value texts; whole numbers, numbers, true and false become what they look like."""
+    found: dict[str, Argument] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise BaPipeError(f"an argument looks like key=value, got '{text[:60]}'")
+        found[key] = _plain(value)
+    return found
+
+
+def _plain(text: str) -> Argument:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""From a module to its profile on one device: capture, measure, assemble."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import BaPipeError
+from bapipe.model import ModelRef
+from bapipe.profile import Profile
+from bapipe.torch.measure.assemble import to_profile
+from bapipe.torch.measure.chain import Chain, chain_of
+from bapipe.torch.measure.environment import (
+    accelerator_name,
+    environment_of,
+    find_device,
+    find_dtype,
+    plain_fp32,
+)
+from bapipe.torch.measure.memory import OPTIMIZER_COPIES, is_out_of_memory
+from bapipe.torch.measure.record import Measurement
+from bapipe.torch.measure.rounds import Report, Settings, measure
+from bapipe.torch.measure.source import Argument, find_model
+
+__all__ = ["Profiled", "profile_model", "profile_module", "quiet"]
+
+
+def quiet(label: str, share: float) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """What `profile_model` returns."""
+
+    profile: Profile
+    """of the sizes that are complete"""
+    measured: Measurement
+    complete: bool
+    """False: interrupted; the same call goes on where it stopped"""
+
+
+def profile_model(
+    spec: str,
+    *,
+    settings: Settings,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    args: Mapping[str, Argument] | None = None,
+    optimizer: str = "sgd",
+    accelerator: str | None = None,
+    calibrate: bool = False,
+    threads: int | None = None,
+    slice_: str = "",
+    children: bool | None = None,
+    report: Report = quiet,
+) -> Profiled:
+    """Profile what `spec` names (see `find_model`) on a device of this machine.
+
+    `accelerator` is the type to file the costs under, by default the catalogue's name of the device. Device and
+    dtype are looked at before the model is built.
+    """
+    find_dtype(dtype)
+    find_device(device)
+    source = find_model(spec, args)
+    return profile_module(
+        source.module,
+        source.args,
+        source.kwargs,
+        model=source.model,
+        settings=settings,
+        device=device,
+        dtype=dtype,
+        optimizer=optimizer,
+        accelerator=accelerator,
+        calibrate=calibrate,
+        threads=threads,
+        slice_=slice_,
+        children=children,
+        report=report,
+    )
+
+
+def profile_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    model: ModelRef,
+    settings: Settings,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    optimizer: str = "sgd",
+    accelerator: str | None = None,
+    calibrate: bool = False,
+    threads: int | None = None,
+    slice_: str = "",
+    children: bool | None = None,
+    report: Report = quiet,
+) -> Profiled:
+    """Profile a module with an example of its inputs. The module is moved to the device and put in training mode.
+
+    Raises BaPipeError where no size was measured completely; what was measured is in the cache all the same.
+    """
+    where, kind = find_device(device), find_dtype(dtype)
+    if optimizer not in OPTIMIZER_COPIES:
+        raise BaPipeError(f"unknown optimizer '{optimizer[:60]}'; use one of {', '.join(OPTIMIZER_COPIES)}")
+    if threads is not None:
+        if threads < 1:
+            raise BaPipeError(f"a CPU needs at least 1 thread, got {threads}; raise --threads")
+        torch.set_num_threads(threads)
+    if where.type == "cuda":
+        plain_fp32(dtype)
+    try:
+        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind, children=children)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise BaPipeError(
+                f"the weights of {model.name} do not fit on {device}; profile it where they do"
+            ) from error
+        raise
+    measured, complete = measure(
+        chain, _empty(chain, model.name, dtype, optimizer, slice_), settings, report=report
+    )
+    profile = to_profile(
+        measured,
+        accelerator=accelerator or accelerator_name(measured.environment),
+        model=model,
+        calibrate=calibrate,
+    )
+    return Profiled(profile=profile, measured=measured, complete=complete)
+
+
+def _empty(chain: Chain, name: str, dtype: str, optimizer: str, slice_: str) -> Measurement:
+    leaves, _ = chain.inputs(1)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return Measurement(
+        model=name,
+        fingerprint=chain.fingerprint,
+        shapes=tuple(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in tensors),
+        dtype=dtype,
+        optimizer=optimizer,
+        environment=environment_of(chain.device, slice_=slice_),
+        layers=chain.layers,
+        input_bytes=float(sum(leaf.nbytes for leaf in tensors)),
+        state_bytes=float(sum(item.nbytes for item in chain.state())),
+        gradient_bytes=float(sum(item.nbytes for item in chain.module.parameters() if item.requires_grad)),
+        notes=chain.notes,
+    )

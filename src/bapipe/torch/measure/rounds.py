@@ -1,0 +1,363 @@
+"""The measuring itself: rounds over sizes and layers in random order, kept as it goes, resumed where it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from bapipe.errors import BaPipeError
+from bapipe.torch.measure.cache import load_measurement, save_measurement
+from bapipe.torch.measure.chain import Chain, Piece
+from bapipe.torch.measure.clock import CudaClock, HostClock, clock_of
+from bapipe.torch.measure.grouping import find_units
+from bapipe.torch.measure.layers import PieceTimes, Walk, empty_piece, inputs_of, time_piece, walk
+from bapipe.torch.measure.memory import is_out_of_memory, weigh
+from bapipe.torch.measure.record import Measurement, Reading, UnitTiming, UpdateTiming
+from bapipe.torch.measure.statistics import Stopping, summarise
+from bapipe.torch.measure.whole_step import time_update, time_whole
+
+__all__ = ["ROUNDS", "Report", "Settings", "measure"]
+
+ROUNDS = 2
+"""each thing is measured in two rounds, far apart in time: their difference is the A/A control"""
+_SAVE_EVERY = 2.0
+_LONG = 0.02
+"""seconds of backward from which on the second round neither warms up nor takes the gradients apart again"""
+_LARGE = 5e-3
+"""seconds of a CPU's forward from which on a layer is timed alone without further asking"""
+_LONG_STEP = 0.5
+"""seconds of a whole step from which on once in a round must do"""
+_WHOLE_TIMES = 2
+"""the whole step is timed before the layers and after them, so that a drift of the machine hits both alike"""
+
+Report = Callable[[str, float], None]
+"""what was done, and its share of all that was to do"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to measure."""
+
+    microbatches: tuple[int, ...]
+    iterations: int | None = None
+    """samples of each thing in both rounds together; None: until the median is known well enough"""
+    half_width: float = 0.02
+    seconds: float = 0.05
+    """per layer, size and round, after the least number of samples"""
+    seed: int = 0
+    """of the order"""
+    whole: bool = True
+    """measure the whole step too"""
+    folder: Path | None = None
+    """of the cache; None: the user's"""
+    fresh: bool = False
+    """forget what was measured before"""
+    deadline: float | None = None
+    """time.monotonic() at which to stop as Ctrl-C would"""
+
+    def stopping(self, round_: int) -> Stopping:
+        """The rule for one round."""
+        exact = None
+        if self.iterations is not None:
+            first = -(-self.iterations // ROUNDS)
+            exact = max(1, first if round_ == 0 else self.iterations - first)
+        return Stopping(minimum=3 - round_, half_width=self.half_width, seconds=self.seconds, exact=exact)
+
+
+@dataclass(slots=True)
+class _State:
+    """What changes while measuring."""
+
+    measured: Measurement
+    settings: Settings
+    report: Report
+    done: float = 0.0
+    total: float = 1.0
+    saved: float = 0.0
+    pieces: dict[tuple[int, int], Piece] = field(default_factory=dict)
+    warm: int = 0
+    """size at which every layer has just run; 0: none"""
+    step: float = 0.0
+    """seconds of a whole step per sample on the host, roughly; 0: not known"""
+
+    def advance(self, label: str, weight: float) -> None:
+        self.done += weight
+        if time.monotonic() - self.saved > _SAVE_EVERY:
+            self.save()
+        self.report(label, min(1.0, self.done / self.total))
+        if self.settings.deadline is not None and time.monotonic() > self.settings.deadline:
+            raise KeyboardInterrupt
+
+    def save(self) -> None:
+        save_measurement(self.measured, self.settings.folder)
+        self.saved = time.monotonic()
+
+    def drop(self, size: int) -> None:
+        """Note that a size does not fit."""
+        self.measured = replace(
+            self.measured,
+            not_fitting=tuple(sorted({*self.measured.not_fitting, size})),
+            timings=tuple(item for item in self.measured.timings if item.microbatch != size),
+            memory=tuple(item for item in self.measured.memory if item.microbatch != size),
+        )
+
+
+def measure(chain: Chain, empty: Measurement, settings: Settings, *, report: Report) -> tuple[Measurement, bool]:
+    """Measure what the cache does not have yet; returns what is known and whether that is all.
+
+    Ctrl-C, or the deadline, ends it early with what was measured kept. Out of memory drops that size and all
+    larger ones. The order of sizes and layers is random, the same for the same seed.
+    """
+    if not settings.microbatches or min(settings.microbatches) < 1:
+        raise BaPipeError(f"micro-batch sizes must be at least 1, got {list(settings.microbatches)[:8]}")
+    known = empty if settings.fresh else load_measurement(empty, settings.folder)
+    state = _State(measured=known, settings=settings, report=report)
+    clock = clock_of(chain.device)
+    complete = False
+    try:
+        if not state.measured.units:
+            _group(chain, state, clock)
+        units = state.measured.units
+        state.total = ROUNDS * sum(settings.microbatches) * (len(units) + 2) + 1.0
+        for round_ in range(ROUNDS):
+            if settings.iterations == 1 and round_:
+                break
+            sizes = sorted(settings.microbatches)
+            random.Random(f"{settings.seed}/{round_}").shuffle(sizes)
+            for size in sizes:
+                _measure_size(chain, state, clock, size, round_)
+            _measure_update(chain, state, clock, round_)
+        complete = True
+    except KeyboardInterrupt:
+        pass
+    finally:
+        state.save()
+    return state.measured, complete
+
+
+def _warmup(chain: Chain) -> int:
+    return 3 if chain.device.type == "cuda" else 1
+
+
+def _group(chain: Chain, state: _State, clock: CudaClock | HostClock) -> None:
+    """Time an empty layer and, roughly, each layer; join those too small to time alone."""
+    size = min(state.settings.microbatches)
+    dtype = next((item.dtype for item in chain.module.parameters() if item.is_floating_point()), torch.float32)
+    piece, inputs = empty_piece(chain.device, dtype)
+    nothing = time_piece(piece, inputs, clock=clock, stopping=Stopping(exact=25), warmup=10)
+    sized = chain.at(size)
+    pieces = _layers(sized, state)
+    with _memory_errors(state.measured.model, size):
+        values = walk(sized, pieces, size)
+        rough = [_roughly(chain, piece, values, clock) for piece in pieces]
+    state.warm = size
+    state.step = sum(item.forward.host.median + item.backward.host.median for item in rough) / size
+    units, forward, backward = find_units(
+        [item.forward for item in rough], [item.backward for item in rough], nothing.forward, nothing.backward
+    )
+    state.measured = replace(
+        state.measured,
+        units=units,
+        shares_forward=forward,
+        shares_backward=backward,
+        empty_forward=nothing.forward,
+        empty_backward=nothing.backward,
+    )
+
+
+def _roughly(chain: Chain, piece: Piece, values: Walk, clock: CudaClock | HostClock) -> PieceTimes:
+    """One sample; of what is clearly large enough to be timed alone, a guess."""
+    forward = values.seconds[piece.first]
+    if chain.device.type == "cpu" and forward > _LARGE:
+        own = Reading(host=summarise([forward]))
+        return PieceTimes(
+            forward=own, backward=Reading(host=summarise([2 * forward])), input_gradient=None, weight_gradient=None
+        )
+    inputs = inputs_of(piece, values, chain.device)
+    return time_piece(
+        piece, inputs, clock=clock, stopping=Stopping(exact=1), warmup=_warmup(chain) - 1, apart=False
+    )
+
+
+@contextlib.contextmanager
+def _memory_errors(model: str, size: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise BaPipeError(
+                f"a micro-batch of {size} does not fit on this device; profile smaller ones or a smaller model"
+            ) from error
+        raise _failure(model, size, error) from error
+
+
+def _failure(model: str, size: int, error: Exception) -> BaPipeError:
+    """What a layer raised, as a mistake that names the size."""
+    if isinstance(error, BaPipeError):
+        return error
+    line = (str(error).splitlines() or [""])[0][:200]
+    return BaPipeError(
+        f"{model} fails with a micro-batch of {size}: {type(error).__name__}: {line}; "
+        "profile other sizes or correct it"
+    )
+
+
+def _layers(chain: Chain, state: _State) -> list[Piece]:
+    return [_piece(chain, state, index, index) for index in range(len(chain.layers))]
+
+
+def _piece(chain: Chain, state: _State, first: int, last: int) -> Piece:
+    if (first, last) not in state.pieces:
+        state.pieces[first, last] = chain.piece(first, last)
+    return state.pieces[first, last]
+
+
+def _measure_size(chain: Chain, state: _State, clock: CudaClock | HostClock, size: int, round_: int) -> None:
+    """All units, memory and the whole step at one size, in random order."""
+    weight = float(size)
+    measured = state.measured
+    share = weight * (len(measured.units) + 2)
+    if measured.not_fitting and size >= min(measured.not_fitting):
+        state.drop(size)
+        state.advance(f"{size}: does not fit", share)
+        return
+    least = state.settings.stopping(round_).exact or 1
+    todo = [
+        unit
+        for unit in measured.units
+        if not any(
+            item.round == round_ and item.forward.host.count >= least for item in measured.rounds(size, unit[0])
+        )
+    ]
+    weighed = any(item.microbatch == size for item in measured.memory)
+    steps = sum(item.microbatch == size and item.round == round_ for item in measured.whole)
+    stepped = not state.settings.whole or steps >= _WHOLE_TIMES or _too_large(size) in measured.notes
+    state.done += share - weight * (len(todo) + (not weighed) + (not stepped))
+    if not todo and weighed and stepped:
+        return
+    sized = chain.at(size)
+    if sized is not chain:
+        state.pieces.clear()
+    if not stepped and todo and state.step * size < _LONG_STEP:
+        _measure_whole(sized, state, size, round_)
+    try:
+        _time_units(sized, state, clock, size, round_, todo)
+        if not weighed:
+            memory = weigh(sized, _layers(sized, state), size)
+            state.measured = replace(state.measured, memory=(*state.measured.memory, memory))
+            state.advance(f"{size}: memory", weight)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise _failure(state.measured.model, size, error) from error
+        state.drop(size)
+        state.advance(f"{size}: does not fit", weight)
+        _free(chain)
+        return
+    finally:
+        if sized is not chain:
+            state.pieces.clear()
+    if not stepped:
+        if _too_large(size) not in state.measured.notes:
+            _measure_whole(sized, state, size, round_)
+        state.advance(f"{size}: whole step", weight)
+    _free(chain)
+
+
+def _time_units(
+    chain: Chain,
+    state: _State,
+    clock: CudaClock | HostClock,
+    size: int,
+    round_: int,
+    units: Sequence[tuple[int, int]],
+) -> None:
+    if not units:
+        return
+    values = walk(chain, _layers(chain, state), size)
+    warm = state.warm == size and chain.device.type == "cpu"
+    state.warm = 0
+    order = list(units)
+    random.Random(f"{state.settings.seed}/{round_}/{size}").shuffle(order)
+    for first, last in order:
+        piece = _piece(chain, state, first, last)
+        before = state.measured.rounds(size, first)
+        long = any(item.backward.host.median > _LONG for item in before)
+        times = time_piece(
+            piece,
+            inputs_of(piece, values, chain.device),
+            clock=clock,
+            stopping=state.settings.stopping(round_),
+            warmup=0 if long or warm else _warmup(chain),
+            apart=not long or state.settings.iterations is not None,
+        )
+        timing = UnitTiming(
+            first=first,
+            last=last,
+            microbatch=size,
+            round=round_,
+            forward=times.forward,
+            backward=times.backward,
+            input_gradient=times.input_gradient,
+            weight_gradient=times.weight_gradient,
+        )
+        others = [
+            item
+            for item in state.measured.timings
+            if (item.first, item.microbatch, item.round) != (first, size, round_)
+        ]
+        state.measured = replace(state.measured, timings=(*others, timing))
+        state.advance(f"{size}: {chain.layers[first].name}", float(size))
+
+
+def _measure_whole(chain: Chain, state: _State, size: int, round_: int) -> None:
+    try:
+        stopping = replace(state.settings.stopping(round_), minimum=1)
+        warmup = 0 if chain.device.type == "cpu" else _warmup(chain)
+        step = time_whole(chain, size, round_=round_, stopping=stopping, warmup=warmup)
+        state.measured = replace(state.measured, whole=(*state.measured.whole, step))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise _failure(state.measured.model, size, error) from error
+        notes = dict.fromkeys((*state.measured.notes, _too_large(size)))
+        state.measured = replace(state.measured, notes=tuple(notes))
+
+
+def _too_large(size: int) -> str:
+    return f"the whole step does not fit at {size}"
+
+
+def _measure_update(chain: Chain, state: _State, clock: CudaClock | HostClock, round_: int) -> None:
+    if any(item.round == round_ for item in state.measured.update):
+        return
+    try:
+        reading = time_update(
+            chain,
+            state.measured.optimizer,
+            clock=clock,
+            stopping=state.settings.stopping(round_),
+            warmup=_warmup(chain),
+        )
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reading = None
+        note = "the optimizer step does not fit and counts as nothing"
+        state.measured = replace(state.measured, notes=tuple(dict.fromkeys((*state.measured.notes, note))))
+    if reading is not None:
+        timing = UpdateTiming(round=round_, reading=reading)
+        state.measured = replace(state.measured, update=(*state.measured.update, timing))
+    state.advance("optimizer step", 0.5)
+    _free(chain)
+
+
+def _free(chain: Chain) -> None:
+    if chain.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

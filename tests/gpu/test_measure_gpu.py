@@ -1,0 +1,90 @@
+"""Measuring on a GPU: events, the allocator's peak, and running out of its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bapipe.model import ModelRef
+from bapipe.torch.measure import Settings, predicted_peak, profile_model, profile_module
+from bapipe.torch.measure.clock import CudaClock
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
+]
+
+
+class Hungry(nn.Module):
+    """Takes a quarter of the GPU's memory for every sample, for a moment."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        quarter = torch.cuda.get_device_properties(value.device).total_memory // 4
+        room = torch.empty(len(value) * quarter, dtype=torch.uint8, device=value.device)
+        return value * (1 + 0 * room[:1].to(value.dtype))
+
+
+def test_the_queue_hides_launches() -> None:
+    clock = CudaClock(torch.device("cuda"))
+    small = torch.ones(16, device="cuda")
+    for _ in range(10):
+        clock.begin()
+        clock.mark()
+        for _ in range(20):
+            small.add_(1)
+        clock.mark()
+        laps = clock.read()
+        if laps is not None:
+            break
+    assert laps is not None
+    assert laps[0].device is not None
+    assert laps[0].device > 0
+
+
+def test_a_model_is_profiled_with_its_peak(tmp_path: Path) -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(),
+        nn.Linear(64 * 62 * 62, 10),
+    )  # fmt: skip
+    found = profile_module(
+        module,
+        (torch.randn(2, 3, 64, 64),),
+        model=ModelRef(name="small"),
+        settings=Settings(microbatches=(8, 64), folder=tmp_path, seconds=0.02),
+        device="cuda",
+    )
+    (table,) = found.profile.accelerators.values()
+    assert table.microbatches == (8, 64)
+    assert all(item.forward.device is not None for item in found.measured.timings)
+    predicted = predicted_peak(found.measured, 64)
+    peak = max(step.peak or 0.0 for step in found.measured.whole if step.microbatch == 64)
+    assert predicted == pytest.approx(peak, rel=0.05)
+
+
+def test_out_of_memory_is_recorded(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), Hungry(), nn.Linear(8, 2))
+    found = profile_module(
+        module,
+        (torch.randn(2, 8),),
+        model=ModelRef(name="hungry"),
+        settings=Settings(microbatches=(1, 2, 8), folder=tmp_path, seconds=0.01),
+        device="cuda",
+    )
+    (table,) = found.profile.accelerators.values()
+    assert table.microbatches == (1, 2)
+    assert table.not_fitting == (8,)
+
+
+def test_a_captured_model_on_the_gpu(tmp_path: Path) -> None:
+    found = profile_model(
+        "gpt",
+        settings=Settings(microbatches=(4,), folder=tmp_path, seconds=0.02),
+        device="cuda",
+        dtype="bf16",
+        args={"blocks": 2, "width": 64, "vocabulary": 256, "sequence": 32},
+    )
+    assert found.complete
+    assert found.profile.dtype == "bf16"

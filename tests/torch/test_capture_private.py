@@ -1,0 +1,109 @@
+"""Nothing private of torch outside one file, and what that file needs is where it was."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import bapipe.torch.capture
+from bapipe.torch.capture import private
+
+FOLDER = Path(bapipe.torch.capture.__file__).parent
+ZOO = FOLDER.parent / "zoo"
+PUBLIC_UNDERSCORES = {"sys._getframe"}
+
+
+def private_names(file: Path) -> list[str]:
+    """Names that reach into torch through an underscore: imports, and attributes of anything but `self`."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [part for part in parts if part.startswith("_")]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("torch.") and "._" in alias.name]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            text = ast.unparse(node)
+            if not text.startswith("self.") and text not in PUBLIC_UNDERSCORES:
+                found.append(text)
+    return found
+
+
+@pytest.mark.parametrize("file", sorted([*FOLDER.glob("*.py"), *ZOO.glob("*.py")]), ids=lambda file: file.name)
+def test_private_names_are_in_one_file(file: Path) -> None:
+    if file.name == "private.py":
+        assert private_names(file)
+    else:
+        assert private_names(file) == []
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.block(value).relu_() * self.scale}
+
+
+def test_what_is_read_of_an_exported_program() -> None:
+    value = torch.randn(3, 4)
+    program = torch.export.export(Tied(), (value,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
+    kinds = [(item.kind, item.target) for item in private.placeholders(program)]
+    assert kinds == [
+        ("parameter", "block.0.weight"),
+        ("parameter", "block.0.bias"),
+        ("buffer", "scale"),
+        ("input", None),
+    ]
+    nodes = {private.op_name(node.target): node for node in program.graph.nodes if node.op == "call_function"}
+    assert {"aten.linear", "aten.dropout", "aten.relu_", "aten.mul"} <= nodes.keys()
+    assert private.module_path(nodes["aten.linear"]) == "block.0"
+    assert private.module_path(nodes["aten.mul"]) == ""
+    size = nodes["aten.linear"].meta["val"].shape[0]
+    assert private.is_symbolic(size)
+    assert len(private.symbols(size)) == 1
+    assert [private.size_at(size, batch) for batch in (1, 7)] == [1, 7]
+    in_spec, out_spec = private.call_structure(program)
+    assert private.unflatten([1], in_spec) == ((1,), {})
+    assert private.unflatten([1], out_spec) == {"out": 1}
+
+
+def test_what_is_read_of_operators() -> None:
+    aten = torch.ops.aten
+
+    def uses(target):
+        arguments, draws = private.operator_use(target)
+        return {item.name: (item.written, item.aliased) for item in arguments}, draws
+
+    written, aliased = uses(aten.relu_.default)[0]["self"]
+    assert written
+    assert aliased
+    assert uses(aten.view.default)[0]["self"] == (False, True)
+    assert uses(aten.split.Tensor)[0]["self"] == (False, True)
+    assert uses(aten.linear.default)[0]["weight"] == (False, False)
+    for target in (aten.dropout.default, aten.rand.default, aten.bernoulli_.float, aten.lstm.input):
+        assert uses(target)[1], f"{target} draws random numbers"
+    assert not uses(aten.linear.default)[1]
+    assert private.operator_use(len) is None
+
+
+def test_what_is_patched() -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):  # noqa: ARG004
+            return value
+
+    classes = private.function_classes()
+    assert Own in classes
+    assert torch.utils.checkpoint.CheckpointFunction in classes
+    assert not any(cls.__module__.startswith("torch._") for cls in classes)
+    module = nn.Linear(2, 2)
+    other = nn.Parameter(torch.zeros(2, 2))
+    private.swap_parameter(module, "weight", other)
+    assert module.weight is other

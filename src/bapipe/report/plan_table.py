@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -15,7 +16,7 @@ from bapipe.units import format_bytes, format_seconds
 
 __all__ = ["answer", "render_plan", "render_steps"]
 
-_BAR = 6
+_BAR = 4
 
 
 def answer(plan: Plan) -> str:
@@ -50,6 +51,12 @@ def _layers(stage: PlanStage) -> str:
     return f"{place}  {names[:48]}"
 
 
+def _both(forward: float, backward: float) -> str:
+    """Two times with one unit where they share it."""
+    one, other = format_seconds(forward).split(), format_seconds(backward).split()
+    return f"{one[0]} + {' '.join(other)}" if one[1] == other[1] else f"{' '.join(one)} + {' '.join(other)}"
+
+
 def _bar(share: float) -> str:
     filled = min(_BAR, max(0, round(share * _BAR)))
     return "█" * filled + "░" * (_BAR - filled)
@@ -57,30 +64,35 @@ def _bar(share: float) -> str:
 
 def render_plan(plan: Plan, *, rivals: int = 8) -> RenderableType:
     """The answer, a row per stage, the rivals and the notes."""
-    stages = Table(title=None, show_lines=False, expand=False)
+    stages = Table(box=SIMPLE_HEAD, pad_edge=False)
     for header, justify in (
-        ("stage", "right"),
+        ("#", "right"),
         ("on", "left"),
         ("layers", "left"),
-        ("F", "right"),
-        ("B", "right"),
+        ("F + B", "right"),
         ("live", "right"),
         ("memory", "left"),
-        ("sends on", "right"),
+        ("sends", "right"),
     ):
         wraps = header in ("on", "layers")
-        stages.add_column(header, justify="right" if justify == "right" else "left", no_wrap=not wraps)
+        least = {"on": 7, "layers": 12}.get(header)
+        stages.add_column(
+            header,
+            justify="right" if justify == "right" else "left",
+            no_wrap=not wraps,
+            overflow="fold",
+            min_width=least,
+        )
     for index, stage in enumerate(plan.stages):
         share = stage.memory_bytes / stage.memory_capacity if stage.memory_capacity else 1.0
         where = stage.accelerators[0]
         if len(stage.accelerators) > 1:
-            where = f"{stage.accelerators[0]} … {stage.accelerators[-1]} (×{len(stage.accelerators)})"
+            where = f"{stage.accelerators[0]} … ×{len(stage.accelerators)}"
         stages.add_row(
             str(index),
             escape(where),
             escape(_layers(stage)) + (" (recomputes)" if stage.recompute else ""),
-            format_seconds(stage.forward),
-            format_seconds(stage.backward),
+            _both(stage.forward, stage.backward),
             f"{stage.peak_features:g}",
             f"{_bar(share)} {format_bytes(stage.memory_bytes)}",
             format_bytes(stage.send_forward_bytes) if index + 1 < len(plan.stages) else "–",

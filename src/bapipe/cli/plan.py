@@ -187,6 +187,7 @@ def _compare(profile: Profile, cluster: Cluster, request: Request, options: dict
                 "throughput": plan.prediction.throughput,
                 "gap": plan.prediction.gap,
                 "memory_bytes": max(stage.memory_bytes for stage in plan.stages),
+                "source": plan.prediction.source,
             }
         )
     if options["as_json"]:
@@ -224,3 +225,6 @@ def _print_comparison(profile: Profile, rows: list[dict[str, Any]]) -> None:
         "memory: on the fullest accelerator.",
         soft_wrap=True,
     )
+    sources = sorted({row["source"] for row in rows if row["time"] is not None})
+    if sources != ["measured"]:
+        console.print(f"Times are {', '.join(sources)}, not measured.")

@@ -6,6 +6,7 @@ from typing import Literal
 
 from bapipe.chain import Chain
 from bapipe.evaluate import Evaluation
+from bapipe.explore.pipelines import MOST_TYPES
 from bapipe.explore.search import Exploration, runs_now
 from bapipe.plan import LayerPart, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.files import ScheduleFile
@@ -157,6 +158,10 @@ def _notes(found: Exploration) -> tuple[str, ...]:
         f"T of equation (1): {format_seconds(found.ideal)} per micro-batch of {chain.microbatch}",
         f"{found.evaluated} candidates simulated",
     ]
+    if len(chain.types) > MOST_TYPES:
+        notes.append(
+            f"heuristic: with more than {MOST_TYPES} types of accelerators they are kept in the cluster's order"
+        )
     if found.brute_gap is not None:
         notes.append(f"{found.brute_gap:.1%} slower than the best of all cuts of this depth, each simulated")
     if "analytic" in chain.source or "simulated" in chain.source:

@@ -18,7 +18,16 @@ from bapipe.partition.exact_problem import Problem
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.orders import SCHEDULES, capped, full_overlap_caps, interleaved
 
-__all__ = ["FAMILIES", "Family", "build", "families_for", "interleaved_candidate", "optimal", "straight_stages"]
+__all__ = [
+    "FAMILIES",
+    "MOST_TYPES",
+    "Family",
+    "build",
+    "families_for",
+    "interleaved_candidate",
+    "optimal",
+    "straight_stages",
+]
 
 MOST_TYPES = 3
 """accelerator types that the exact partition orders freely; with more, the cluster's own order is kept"""

@@ -149,3 +149,11 @@ def test_asynchronous_accelerators_choose_between_as_and_fbp() -> None:
     cluster = made_cluster({"x": 3}, topology="chain", execution="asynchronous")
     plan = make_plan(explore(alike(count=6), cluster, Request(minibatch=12, stages=3)))
     assert plan.schedule.name in ("1f1b-as", "fbp-as")
+
+
+def test_more_than_three_types_are_labelled_a_heuristic() -> None:
+    names = ("a", "b", "c", "d")
+    profile = made_profile({name: [1.0 + index] * 8 for index, name in enumerate(names)})
+    plan = make_plan(explore(profile, made_cluster(dict.fromkeys(names, 1)), Request(minibatch=8, stages=4)))
+    assert any(note.startswith("heuristic") for note in plan.notes)
+    assert [stage.accelerators[0] for stage in plan.stages] == ["node/0", "node/1", "node/2", "node/3"]

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
 import click
 
 from bapipe import __version__
-from bapipe.cli.plan import plan_command
-from bapipe.cli.profile import cluster_group, merge_command, profile_command, slices_group
-from bapipe.cli.run import compare_command, run_command
-from bapipe.cli.simulate import simulate_command
 from bapipe.errors import BaPipeError
 
-__all__ = ["COMMANDS", "cli", "main"]
+__all__ = ["COMMANDS", "LazyCommands", "cli", "main"]
+
+COMMANDS = {
+    "cluster": ("bapipe.cli.profile", "cluster_group"),
+    "compare": ("bapipe.cli.run", "compare_command"),
+    "merge": ("bapipe.cli.profile", "merge_command"),
+    "plan": ("bapipe.cli.plan", "plan_command"),
+    "profile": ("bapipe.cli.profile", "profile_command"),
+    "run": ("bapipe.cli.run", "run_command"),
+    "simulate": ("bapipe.cli.simulate", "simulate_command"),
+    "slices": ("bapipe.cli.profile", "slices_group"),
+}
+"""name -> module and command; imported when used, so that each starts as fast as it can"""
+
+
+class LazyCommands(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
 
 EXAMPLES = """\b
 Examples:
@@ -29,6 +53,7 @@ Examples:
 
 
 @click.group(
+    cls=LazyCommands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EXAMPLES
     + """
@@ -40,20 +65,6 @@ Shell completion (bash; for zsh and fish put their names in place of bash):
 @click.version_option(__version__, prog_name="bapipe")
 def cli() -> None:
     """Find the fastest way to spread the training of a DNN over your accelerators, see why, and run it."""
-
-
-COMMANDS = (
-    profile_command,
-    plan_command,
-    run_command,
-    compare_command,
-    simulate_command,
-    merge_command,
-    cluster_group,
-    slices_group,
-)
-for command in COMMANDS:
-    cli.add_command(command)
 
 
 def main() -> None:

@@ -162,9 +162,9 @@ def _stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
         backward.append(max(float(chain.backward[row, span].sum()) for row in rows))
         weight.append(min(max(float(chain.weight_gradient[row, span].sum()) for row in rows), backward[-1]))
         update.append(max(float(chain.update[row, span].sum()) for row in rows))
-        seconds = all_reduce_time(cluster, stage.accelerators, float(chain.weight_bytes[span].sum()))
+        weights = float(chain.weight_bytes[span].sum())
+        seconds = all_reduce_time(cluster, stage.accelerators, weights)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
-            weights = float(chain.weight_bytes[span].sum())
             bucket = all_reduce_time(cluster, stage.accelerators, min(DDP_BUCKET, weights))
             seconds = max(bucket, seconds - backward[-1])
         reduce.append(seconds)

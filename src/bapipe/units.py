@@ -96,11 +96,11 @@ def parse_seconds(value: str | float, *, what: str = "a time") -> float:
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
-    for factor, suffix in steps:
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {suffix}"
-    factor, suffix = steps[-1]
-    return f"{value / factor:.3g} {suffix}"
+    """Three digits in the largest unit that they fill: 0.99996 s is 1 s, not 1e+03 ms, and 2000 s no 2e+03 s."""
+    rounded = float(f"{value:.3g}")
+    factor, suffix = next((step for step in steps if abs(rounded) >= step[0]), steps[-1])
+    number = f"{value / factor:.0f}" if abs(rounded / factor) >= 1000 else f"{rounded / factor:.3g}"
+    return f"{number} {suffix}"
 
 
 def format_bytes(value: float) -> str:

@@ -91,6 +91,8 @@ def test_formats() -> None:
     assert format_bandwidth(12.5e9) == "12.5 GB/s"
     assert format_seconds(0.0153) == "15.3 ms"
     assert format_seconds(2) == "2 s"
+    assert format_seconds(0.99996) == "1 s"
+    assert format_seconds(2000) == "2000 s"
     assert format_seconds(3e-8) == "30 ns"
 
 

@@ -8,7 +8,7 @@ from bapipe.chain import Chain
 from bapipe.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
 from bapipe.schedule.orders import capped
 
-__all__ = ["Estimate", "analytic_rivals", "data_parallel_candidate"]
+__all__ = ["Estimate", "analytic_rivals", "at_minibatch", "data_parallel_candidate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,12 @@ def data_parallel_candidate(chain: Chain, hardware: Hardware, accumulation: int)
     label = "data parallelism" + (f", {accumulation} accumulation steps" if accumulation > 1 else "")
     schedule = capped(1, count * accumulation, [count], name="data-parallel", replicas=[count])
     return Candidate(label=label, chain=chain, stages=(stage,), schedule=schedule)
+
+
+def at_minibatch(chain: Chain, hardware: Hardware, minibatch: int) -> Candidate | None:
+    """Data parallelism that updates once per mini-batch; None where its micro-batches do not divide evenly."""
+    steps, rest = divmod(minibatch, chain.microbatch * len(hardware.cluster))
+    return data_parallel_candidate(chain, hardware, steps) if steps and not rest else None
 
 
 def analytic_rivals(chain: Chain, hardware: Hardware, microbatches: int) -> list[Estimate]:

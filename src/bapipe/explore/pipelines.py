@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ from bapipe.chain import Chain
 from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
+from bapipe.partition.cuts import starts
 from bapipe.partition.exact import solve
 from bapipe.partition.exact_problem import Problem
 from bapipe.schedule.actions import Schedule
@@ -26,6 +27,7 @@ __all__ = [
     "families_for",
     "interleaved_candidate",
     "optimal",
+    "require_layers",
     "straight_stages",
 ]
 
@@ -57,6 +59,10 @@ class Family:
         }[self.live]
         return max(1, min(live, microbatches))
 
+    def straight(self) -> Family:
+        """The same without replicated stages."""
+        return replace(self, replicas=False)
+
     @property
     def label(self) -> str:
         return self.schedule + (" with recomputation" if self.recompute == "always" else "")
@@ -82,12 +88,8 @@ def families_for(cluster: Cluster, *, paper: bool) -> dict[str, Family]:
         return {name: FAMILIES[name] for name in ("1f1b-as", "fbp-as")}
     if paper:
         straight = ("1f1b-sno", "1f1b-so")
-        return {name: _straight(FAMILIES[name]) for name in straight}
+        return {name: FAMILIES[name].straight() for name in straight}
     return {name: family for name, family in FAMILIES.items() if not name.endswith("-as")}
-
-
-def _straight(family: Family) -> Family:
-    return Family(schedule=family.schedule, live=family.live, communication=family.communication)
 
 
 def optimal(
@@ -171,15 +173,21 @@ def _assign(cluster: Cluster, stages: Sequence[tuple[int, int, str, int, bool]])
     return choices
 
 
-def straight_stages(
-    cuts: Sequence[int], accelerators: Sequence[int], *, recompute: bool = False
-) -> list[StageChoice]:
+def straight_stages(cuts: Sequence[int], accelerators: Sequence[int]) -> list[StageChoice]:
     """Stages from last units, one accelerator each."""
-    firsts = [0, *(cut + 1 for cut in cuts[:-1])]
     return [
-        StageChoice(first=first, last=last, accelerators=(index,), recompute=recompute)
-        for first, last, index in zip(firsts, cuts, accelerators, strict=True)
+        StageChoice(first=first, last=last, accelerators=(index,))
+        for first, last, index in zip(starts(cuts), cuts, accelerators, strict=True)
     ]
+
+
+def require_layers(chain: Chain, stages: int) -> None:
+    """Refuse more stages than there are layers to cut between."""
+    if stages > len(chain):
+        raise BaPipeError(
+            f"{stages} stages need at least {stages} layers, {chain.profile.model.name} has {len(chain)}; "
+            "lower --stages"
+        )
 
 
 def build(

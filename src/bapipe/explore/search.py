@@ -15,10 +15,19 @@ from bapipe.chain import Chain, make_chain
 from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate
-from bapipe.explore.data_parallel import Estimate, analytic_rivals, data_parallel_candidate
-from bapipe.explore.pipelines import Family, build, families_for, interleaved_candidate, optimal
+from bapipe.explore.data_parallel import Estimate, analytic_rivals, at_minibatch, data_parallel_candidate
+from bapipe.explore.pipelines import (
+    Family,
+    build,
+    families_for,
+    interleaved_candidate,
+    optimal,
+    require_layers,
+)
 from bapipe.explore.request import RUNNABLE_SCHEDULES, Request, default_minibatch, microbatch_sizes, profiled_range
 from bapipe.explore.strategies import THOROUGH, fixed_partitions, paper_candidate
+from bapipe.partition.cuts import starts
+from bapipe.partition.inter_layer import ideal_time
 from bapipe.partition.intra_layer import refine
 from bapipe.partition.steps import Step
 from bapipe.profile import Profile
@@ -97,8 +106,6 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         if paper
         else analytic_rivals(best.candidate.chain, hardware, minibatch // best.candidate.chain.microbatch)
     )
-    prefix = best.candidate.chain.work.sum(axis=1)
-    whole = [float(prefix[best.candidate.chain.row(item.type)]) for item in cluster.accelerators]
     return Exploration(
         request=request,
         profile=profile,
@@ -108,7 +115,7 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         considered=tuple(sorted(found.by_family.values(), key=_rank)),
         estimates=tuple(estimates),
         lower_bound=lower_bound(profile, cluster, best.samples if paper else minibatch),
-        ideal=1.0 / sum(1.0 / time for time in whole),
+        ideal=_ideal(best.candidate.chain, cluster),
         steps=best.candidate.steps,
         evaluated=found.count,
         brute_gap=_brute_gap(best, hardware),
@@ -124,7 +131,8 @@ def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:
         return None
     fastest = best.time
     for cuts in combinations(range(len(chain) - 1), len(stages) - 1):
-        bounds = zip((0, *(cut + 1 for cut in cuts)), (*cuts, len(chain) - 1), strict=True)
+        ends = (*cuts, len(chain) - 1)
+        bounds = zip(starts(ends), ends, strict=True)
         trial = tuple(
             replace(stage, first=first, last=last) for stage, (first, last) in zip(stages, bounds, strict=True)
         )
@@ -148,27 +156,24 @@ def _promising(chains: list[Chain], hardware: Hardware, request: Request, miniba
     times: dict[int, float] = {}
     for chain in chains:
         microbatches = minibatch // chain.microbatch
-        candidates = []
-        if minibatch % (chain.microbatch * len(hardware.cluster)) == 0:
-            steps = minibatch // (chain.microbatch * len(hardware.cluster))
-            candidates.append(data_parallel_candidate(chain, hardware, steps))
-        for _, stages in _optimal(chain, hardware, _without_replicas(family), microbatches, request):
+        candidates = [at_minibatch(chain, hardware, minibatch)]
+        for _, stages in _optimal(chain, hardware, family.straight(), microbatches, request):
             candidates.append(build(chain, stages, family, microbatches, hardware))
-        evaluations = [evaluate(candidate, hardware) for candidate in candidates]
+        evaluations = [evaluate(candidate, hardware) for candidate in candidates if candidate is not None]
         fitting = [evaluation.time for evaluation in evaluations if evaluation.short is None]
         times[chain.microbatch] = min(fitting, default=math.inf)
     return sorted(times, key=lambda size: (times[size], size))[:1]
 
 
-def _without_replicas(family: Family) -> Family:
-    return replace(family, replicas=False)
-
-
 def _perfect(chain: Chain, cluster: Cluster, minibatch: int) -> float:
     """No plan with this micro-batch size is faster: perfect split, no communication."""
+    return minibatch / chain.microbatch * _ideal(chain, cluster)
+
+
+def _ideal(chain: Chain, cluster: Cluster) -> float:
+    """T of equation (1): seconds per micro-batch if the network could be split perfectly."""
     whole = chain.work.sum(axis=1)
-    rate = sum(1.0 / float(whole[chain.row(item.type)]) for item in cluster.accelerators)
-    return minibatch / chain.microbatch / rate
+    return ideal_time([float(whole[chain.row(item.type)]) for item in cluster.accelerators])
 
 
 def _rank(evaluation: Evaluation) -> tuple[float, float]:
@@ -192,7 +197,7 @@ class _Found:
         """Whether these stages were not yet timed under this schedule; several strategies often agree."""
         schedule = candidate.schedule
         key = (candidate.chain.units, candidate.chain.microbatch, candidate.stages, schedule.name, schedule.caps)
-        new = key not in self._seen or bool(candidate.steps)
+        new = key not in self._seen
         self._seen.add(key)
         return new
 
@@ -229,10 +234,11 @@ def _candidates(
     if wants_dp and request.stages in (None, 1):
         if paper:
             yield "data-parallel", data_parallel_candidate(chain, hardware, 1)
-        elif minibatch % (chain.microbatch * count) == 0:
-            steps = minibatch // (chain.microbatch * count)
-            name = "data-parallel" if steps == 1 else "data-parallel, accumulated"
-            yield name, data_parallel_candidate(chain, hardware, steps)
+        else:
+            whole = at_minibatch(chain, hardware, minibatch)
+            if whole is not None:
+                plain = whole.schedule.num_microbatches == count
+                yield "data-parallel" if plain else "data-parallel, accumulated", whole
     if request.strategy == "dp" or request.schedule == "data-parallel":
         return
     microbatches = minibatch // chain.microbatch
@@ -289,11 +295,8 @@ def _optimal(
     paper = request.space == "paper"
     count = len(hardware.cluster)
     depth = request.stages or (count if paper else None)
-    if depth is not None and depth > len(chain):
-        raise BaPipeError(
-            f"{depth} stages need at least {depth} layers, {chain.profile.model.name} has {len(chain)}; "
-            "lower --stages"
-        )
+    if depth is not None:
+        require_layers(chain, depth)
     levels = [True] if hardware.cluster.between is None else [True, False]
     # Replicas make the exact search dear; a large problem tries them under the schedule that gains most by them.
     tried = len(chain) * count <= THOROUGH or family.schedule == "1f1b-so"

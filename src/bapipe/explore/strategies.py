@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from bapipe.chain import Chain
-from bapipe.errors import BaPipeError
 from bapipe.evaluate import Candidate, Hardware, StageChoice
-from bapipe.explore.pipelines import Family, build, straight_stages
+from bapipe.explore.pipelines import Family, build, require_layers, straight_stages
 from bapipe.explore.request import Request
 from bapipe.partition import rivals
 from bapipe.partition.bapipe import balanced_partition
@@ -28,11 +27,7 @@ def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
     depth = request.stages or len(hardware.cluster)
     if request.stages is None and request.space == "full":
         depth = min(depth, len(chain))
-    if depth > len(chain):
-        raise BaPipeError(
-            f"{depth} stages need at least {depth} layers, {chain.profile.model.name} has {len(chain)}; "
-            "lower --stages"
-        )
+    require_layers(chain, depth)
     return depth
 
 

@@ -22,11 +22,8 @@ def format_time(value: float, unit: str | None) -> str:
     """A time for people: unit "s" scales to ms, µs, ns; None prints the number alone; others are appended."""
     if value == 0:
         return "0"
-    if unit == "s" and abs(value) >= 1000:
-        return f"{value:.0f} s"
     if unit == "s":
-        # Rounded first, so that 0.99996 is written 1 s and not 1e+03 ms.
-        return format_seconds(float(f"{value:.3g}"))
+        return format_seconds(value)
     return f"{value:.6g}" if unit is None else f"{value:.6g} {unit}"
 
 

@@ -111,9 +111,30 @@ def dump_json(value: Any) -> str:
 
 
 def content_hash(value: Any) -> str:
-    """A short fingerprint of plain values or dataclasses."""
-    text = json.dumps(plain_values(value), sort_keys=True, allow_nan=False)
+    """A short fingerprint of plain values or dataclasses.
+
+    Fields that have their default are left out, so that a new optional field changes no fingerprint.
+    """
+    text = json.dumps(_told(value), sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _told(value: Any) -> Any:
+    """Plain values without what says nothing."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {field.name: _told(item) for field, item in fields if item != _default(field)}
+    if isinstance(value, (tuple, list)):
+        return [_told(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _told(item) for key, item in value.items()}
+    return value
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from bapipe.cluster import Cluster
+from bapipe.deployment import Deployment
 from bapipe.errors import BaPipeError
 from bapipe.files import dump_json, read_versioned, write_text
 from bapipe.model import ModelRef
@@ -58,6 +59,14 @@ class PlanStage:
     memory_capacity: float
     peak_features: float
     """micro-batches live at once on each replica"""
+    stash_bytes: float | None = None
+    """per live micro-batch: what backward keeps, received and sent values included; None: not told"""
+    kept_bytes: float | None = None
+    """per live micro-batch where the stage recomputes, until it does"""
+    buffer_bytes: float | None = None
+    """messages under way"""
+    workspace_bytes: float | None = None
+    """most that a layer needs for a moment"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +119,8 @@ class Plan:
     prediction: Prediction
     rivals: tuple[Rival, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    deployment: Deployment | None = None
+    """what each FPGA is built with; None for other accelerators"""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -128,6 +139,12 @@ class Plan:
     def ranks(self) -> tuple[str, ...]:
         """Accelerator of each rank: the stages' accelerators in order, each once."""
         return tuple(dict.fromkeys(name for stage in self.stages for name in stage.accelerators))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from bapipe.report.notebook import plan_html
+
+        return plan_html(self)
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -21,7 +21,14 @@ class BoardEntry:
 
     dsp: float
     """DSP slices"""
-    on_chip_bytes: str | float
+    on_chip_bytes: str | float | None = None
+    """BRAM and URAM together; None: the sum of the two"""
+    bram_bytes: str | float | None = None
+    uram_bytes: str | float | None = None
+    gty: float | None = None
+    """GTY transceivers"""
+    gtm: float | None = None
+    """GTM transceivers"""
     clock: float
     """Hz"""
     macs_per_dsp_cycle: float = 1.0
@@ -47,6 +54,7 @@ class TypeEntry:
 
     kind: Literal["gpu", "fpga", "cpu"]
     memory: str | float
+    """0: an FPGA without DDR"""
     memory_bandwidth: str | float
     flops: dict[str, str | float] = field(default_factory=dict)
     """by dtype; may be left out where `board` gives it"""
@@ -66,6 +74,11 @@ def _positive(value: float, *, what: str) -> float:
     return value
 
 
+def _amount(value: float, kind: str, *, what: str) -> float:
+    """More than 0, or 0 for an FPGA, which may do without DDR."""
+    return value if kind == "fpga" and value == 0 else _positive(value, what=what)
+
+
 def _share(value: float, *, what: str) -> float:
     if not 0 < value <= 4:
         raise FileFormatError(f"{what} must be a share such as 0.8, got {value:g}; correct it")
@@ -73,15 +86,40 @@ def _share(value: float, *, what: str) -> float:
 
 
 def _board(entry: BoardEntry, *, where: str) -> dict[str, float]:
+    parts = {
+        name: parse_bytes(size, what=f"{where}: {name}")
+        for name, size in (("bram_bytes", entry.bram_bytes), ("uram_bytes", entry.uram_bytes))
+        if size is not None
+    }
+    if entry.on_chip_bytes is None and not parts:
+        raise FileFormatError(f"{where}: 'on_chip_bytes' is missing; add it, or bram_bytes and uram_bytes")
+    total = sum(parts.values())
+    on_chip = total
+    if entry.on_chip_bytes is not None:
+        on_chip = parse_bytes(entry.on_chip_bytes, what=f"{where}: on_chip_bytes")
+    if total > on_chip * 1.01:
+        raise FileFormatError(
+            f"{where}: bram_bytes and uram_bytes are {total:g} together, more than on_chip_bytes, {on_chip:g}; "
+            "correct one"
+        )
     numbers = {
         "dsp": entry.dsp,
-        "on_chip_bytes": parse_bytes(entry.on_chip_bytes, what=f"{where}: on_chip_bytes"),
+        "on_chip_bytes": on_chip,
         "clock": entry.clock,
         "macs_per_dsp_cycle": entry.macs_per_dsp_cycle,
         "utilisation": entry.utilisation,
         "usable_ram": entry.usable_ram,
     }
-    return {name: _positive(value, what=f"{where}: {name}") for name, value in numbers.items()}
+    found = {name: _positive(value, what=f"{where}: {name}") for name, value in numbers.items()}
+    for share in ("utilisation", "usable_ram"):
+        if found[share] > 1:
+            raise FileFormatError(f"{where}: {share} is a share of at most 1, got {found[share]:g}; correct it")
+    for name, count in (("gty", entry.gty), ("gtm", entry.gtm)):
+        if count is not None and count < 0:
+            raise FileFormatError(f"{where}: {name} must be at least 0, got {count:g}; correct it")
+        if count is not None:
+            found[name] = count
+    return {**found, **parts}
 
 
 def _flops(entry: TypeEntry, board: dict[str, float], *, where: str) -> dict[str, float]:
@@ -134,8 +172,8 @@ def accelerator_type(name: str, entry: TypeEntry, *, where: str) -> AcceleratorT
             name=name,
             kind=entry.kind,
             flops=_flops(entry, board, where=where),
-            memory=_positive(parse_bytes(entry.memory, what=memory), what=memory),
-            memory_bandwidth=_positive(parse_bandwidth(entry.memory_bandwidth, what=rate), what=rate),
+            memory=_amount(parse_bytes(entry.memory, what=memory), entry.kind, what=memory),
+            memory_bandwidth=_amount(parse_bandwidth(entry.memory_bandwidth, what=rate), entry.kind, what=rate),
             execution=entry.execution or ("asynchronous" if entry.kind == "fpga" else "synchronous"),
             link_bandwidth=link,
             efficiency=_efficiency(entry.efficiency, where=f"{where}: efficiency"),

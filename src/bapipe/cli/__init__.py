@@ -15,13 +15,17 @@ __all__ = ["COMMANDS", "LazyCommands", "cli", "main"]
 
 COMMANDS = {
     "cluster": ("bapipe.cli.profile", "cluster_group"),
-    "compare": ("bapipe.cli.run", "compare_command"),
+    "compare": ("bapipe.cli.compare", "compare_command"),
+    "export": ("bapipe.cli.export", "export_command"),
+    "launch": ("bapipe.cli.launch", "launch_command"),
     "merge": ("bapipe.cli.profile", "merge_command"),
     "plan": ("bapipe.cli.plan", "plan_command"),
     "profile": ("bapipe.cli.profile", "profile_command"),
+    "report": ("bapipe.cli.report", "report_command"),
     "run": ("bapipe.cli.run", "run_command"),
     "simulate": ("bapipe.cli.simulate", "simulate_command"),
     "slices": ("bapipe.cli.profile", "slices_group"),
+    "what-if": ("bapipe.cli.what_if", "what_if_command"),
 }
 """name -> module and command; imported when used, so that each starts as fast as it can"""
 

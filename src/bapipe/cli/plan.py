@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import click
+from click.core import ParameterSource
 
 from bapipe.cli.values import plain_number
 from bapipe.cluster import Cluster
@@ -15,6 +16,7 @@ from bapipe.cluster_files import read_cluster, with_link_bandwidth, with_memory_
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import OPTIMIZER_COPIES, plan_timeline
 from bapipe.explore import STRATEGIES, Exploration, Request, explore, make_plan
+from bapipe.fpga.board import is_fpga_cluster
 from bapipe.models import load_profile
 from bapipe.plan import Plan, write_plan
 from bapipe.profile import Profile
@@ -37,15 +39,21 @@ __all__ = ["plan_command"]
               help="paper: N straight stages, or data parallelism without accumulation.")  # fmt: skip
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZER_COPIES)), default="sgd", show_default=True)
 @click.option(
-    "--dtype", default="fp32", show_default=True, help="Of weights and features, where nothing was measured."
+    "--dtype",
+    default="fp32",
+    show_default="fp32; fp16 on FPGAs",
+    help="Of weights and features, where nothing was measured.",
 )
 @click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
 @click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
 @click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
+@click.option("--assume", multiple=True, metavar="NAME=VALUE", help="An assumption of the FPGA model, such as "
+              "allocation=fluid; --explain lists them.")  # fmt: skip
 @click.option("--explain", is_flag=True, help="Show the paper's exploration step by step.")
 @click.option("--compare", is_flag=True, help="Compare the strategies in one table.")
 @click.option("--out", type=click.Path(dir_okay=False), help="Write plan.json.")
+@click.option("--report", type=click.Path(dir_okay=False), help="Write the plan as an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(model: str, **options: Any) -> None:
     """Find the fastest way to train MODEL on a cluster, and show why.
@@ -58,17 +66,34 @@ def plan_command(model: str, **options: Any) -> None:
       bapipe plan vgg16 --cluster 4xv100 --minibatch 2048
       bapipe plan gnmt-8 --cluster 4xv100 --link-bandwidth 1.6GB/s --space paper --explain --strategy bapipe
       bapipe plan bert-large --cluster cluster.toml --optimizer adam --out plan.json
+      bapipe plan resnet50 --cluster 2xvcu129+2xvcu118 --minibatch 128 --dtype fp16
     """
     cluster = _cluster(options)
+    if is_fpga_cluster(cluster) and not model.lower().endswith((".json", ".txt")):
+        from bapipe.cli.fpga import FPGA_DTYPE, plan_on_fpgas
+
+        given = click.get_current_context().get_parameter_source("dtype") is ParameterSource.COMMANDLINE
+        own = {**options, "dtype": options["dtype"] if given else FPGA_DTYPE}
+        plan_on_fpgas(model, cluster, _request(options), own)
+        return
+    if options["assume"]:
+        raise BaPipeError("--assume is for FPGA clusters and models without a profile; leave it out")
     profile = _profile(model, cluster, options)
-    request = dataclasses.replace(_request(options), runnable=_must_run(profile, options))
+    request = _request(options)
     if options["compare"]:
+        if options["report"]:
+            raise BaPipeError("--compare shows several plans, --report one; leave one of them out")
         _compare(profile, cluster, request, options)
         return
     found = explore(profile, cluster, request)
     plan = make_plan(found)
     if options["out"]:
         write_plan(plan, options["out"])
+    if options["report"]:
+        from bapipe.cli.report import write_report
+
+        steps = tuple(found.steps or _paper_steps(found))
+        options["written"] = write_report(plan, options["report"], profile=found.profile, steps=steps)
     if options["as_json"]:
         click.echo(json.dumps(_summary(plan, found, options), indent=1, allow_nan=False))
     else:
@@ -102,12 +127,6 @@ def _request(options: dict[str, Any]) -> Request:
     return Request(**{name: options[name] for name in names})
 
 
-def _must_run(profile: Profile, options: dict[str, Any]) -> bool:
-    """Where the profile names code to run, the plan must be one that `bapipe run` runs, unless it was forced."""
-    forced = options["schedule"] or options["split_layers"] or options["strategy"] != "exact"
-    return profile.model.ref is not None and not forced
-
-
 def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[str, Any]:
     """The plan, flat, as --json prints it."""
     prediction = plan.prediction
@@ -132,6 +151,8 @@ def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[st
         "steps": [dataclasses.asdict(step) for step in found.steps],
         "notes": list(plan.notes),
     }
+    if options["report"]:
+        values["report"] = options["report"]
     if options["dataset_size"]:
         values["epoch_time"] = options["dataset_size"] / prediction.throughput
     return cast(dict[str, Any], plain_number(values))
@@ -155,6 +176,8 @@ def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
         console.print(f"one epoch of {options['dataset_size']} samples: {format_seconds(epoch)}")
     if options["out"]:
         console.print(f"wrote {options['out']}", soft_wrap=True)
+    for line in options.get("written", ()):
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def _paper_steps(found: Exploration) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from bapipe.partition.steps import Step
 from bapipe.plan import Plan, PlanStage
 from bapipe.units import format_bytes, format_seconds
 
-__all__ = ["answer", "render_plan", "render_steps"]
+__all__ = ["answer", "render_plan", "render_rivals", "render_steps", "stage_layers"]
 
 _BAR = 4
 
@@ -38,7 +38,9 @@ def answer(plan: Plan) -> str:
     )
 
 
-def _layers(stage: PlanStage) -> str:
+def stage_layers(stage: PlanStage) -> str:
+    """The stage's layers, first to last, with the channels of those it shares."""
+
     def end(index: int) -> str:
         for part in stage.fractions:
             if part.layer == index:
@@ -91,7 +93,7 @@ def render_plan(plan: Plan, *, rivals: int = 8) -> RenderableType:
         stages.add_row(
             str(index),
             escape(where),
-            escape(_layers(stage)) + (" (recomputes)" if stage.recompute else ""),
+            escape(stage_layers(stage)) + (" (recomputes)" if stage.recompute else ""),
             _both(stage.forward, stage.backward),
             f"{stage.peak_features:g}",
             f"{_bar(share)} {format_bytes(stage.memory_bytes)}",
@@ -99,14 +101,15 @@ def render_plan(plan: Plan, *, rivals: int = 8) -> RenderableType:
         )
     parts: list[RenderableType] = [Text(answer(plan), style="bold"), stages]
     if plan.rivals:
-        parts.append(_rivals(plan, rivals))
+        parts.append(render_rivals(plan, rivals))
     sizes = sorted({format_bytes(stage.memory_capacity) for stage in plan.stages})
     parts.append(Text(f"· memory: the bar is the share of the accelerator's {' or '.join(sizes)}"))
     parts.extend(Text(f"· {note}") for note in plan.notes)
     return Group(*parts)
 
 
-def _rivals(plan: Plan, most: int) -> Table:
+def render_rivals(plan: Plan, most: int = 8) -> Table:
+    """The rivals and why they lost."""
     table = Table(title="why not the others", title_justify="left")
     for header in ("rival", "time", "memory", "reason"):
         table.add_column(header, justify="right" if header in ("time", "memory") else "left", overflow="fold")

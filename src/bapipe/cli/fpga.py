@@ -1,0 +1,158 @@
+"""What `bapipe plan` does where every accelerator is an FPGA."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import click
+
+from bapipe.cli.values import plain_number
+from bapipe.cluster import Cluster
+from bapipe.errors import BaPipeError, InfeasibleError, nearest
+from bapipe.explore import Request
+from bapipe.fpga import FPGA_STRATEGIES, explore_fpga, make_fpga_plan, parse_assumptions
+from bapipe.layer_table import read_layer_table
+from bapipe.model import Model
+from bapipe.plan import Plan, write_plan
+from bapipe.tables import BUILTIN_NAMES, builtin_model, is_builtin
+from bapipe.units import format_seconds
+
+__all__ = ["FPGA_DTYPE", "plan_on_fpgas", "read_cnn"]
+
+FPGA_DTYPE = "fp16"
+"""where --dtype is left out: the paper's precision"""
+_CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def read_cnn(spec: str) -> Model:
+    """The layer table that MODEL names: built-in, a TOML file, or a PyTorch model, which is captured, not run."""
+    text = spec.strip()
+    if is_builtin(text):
+        # An FPGA has modules per convolution, so blocks are told apart.
+        return (
+            builtin_model(text, granularity="conv") if text.lower().startswith("resnet") else builtin_model(text)
+        )
+    if text.lower().endswith(".toml"):
+        return read_layer_table(text)
+    if _CALLABLE.fullmatch(text):
+        from bapipe.torch.capture import capture
+        from bapipe.torch.measure.source import find_model
+
+        source = find_model(text)
+        return capture(source.module, source.args, source.kwargs, check=False).to_model(source.model.name)
+    raise BaPipeError(
+        f"unknown model '{text[:60]}'{nearest(text, BUILTIN_NAMES)}; FPGAs take a built-in CNN, a layer table "
+        "(.toml) or package.module:function"
+    )
+
+
+def plan_on_fpgas(model: str, cluster: Cluster, request: Request, options: dict[str, Any]) -> None:
+    """Plan, write and show, as the options say."""
+    if options["compare"]:
+        _compare(model, cluster, request, options)
+        return
+    plan, steps = _plan(model, cluster, request, options)
+    if options["out"]:
+        write_plan(plan, options["out"])
+    written: list[str] = []
+    if options["report"]:
+        from bapipe.cli.report import write_report
+
+        written = write_report(plan, options["report"], steps=steps)
+    if options["as_json"]:
+        click.echo(json.dumps(plain_number(_summary(plan, options)), indent=1, allow_nan=False))
+        return
+    from rich.console import Console
+
+    from bapipe.report.fpga_table import render_assumptions, render_fpga
+    from bapipe.report.plan_table import render_steps
+
+    console = Console(highlight=False)
+    console.print(render_fpga(plan))
+    if options["explain"]:
+        console.print(render_steps(steps))
+        console.print(render_assumptions(plan))
+    if options["dataset_size"]:
+        epoch = options["dataset_size"] / plan.prediction.throughput
+        console.print(f"one epoch of {options['dataset_size']} samples: {format_seconds(epoch)}")
+    if options["out"]:
+        console.print(f"wrote {options['out']}", soft_wrap=True)
+    for line in written:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _plan(model: str, cluster: Cluster, request: Request, options: dict[str, Any]) -> tuple[Plan, tuple[Any, ...]]:
+    parameters = parse_assumptions(options["assume"])
+    cnn, dtype = read_cnn(model), options["dtype"]
+    found = explore_fpga(cnn, cluster, request, dtype=dtype, parameters=parameters)
+    steps = found.steps
+    if options["explain"] and not steps:
+        again = dataclasses.replace(request, strategy="bapipe", schedule=found.best.rule.schedule)
+        steps = explore_fpga(cnn, cluster, again, dtype=dtype, parameters=parameters).steps
+    return make_fpga_plan(found), steps
+
+
+def _summary(plan: Plan, options: dict[str, Any]) -> dict[str, Any]:
+    values = {
+        "kind": plan.kind,
+        "schedule": plan.schedule.name,
+        "microbatch_size": plan.microbatch_size,
+        "microbatches": plan.microbatches,
+        "minibatch": plan.minibatch,
+        "stages": [dataclasses.asdict(stage) for stage in plan.stages],
+        "time": plan.prediction.time,
+        "throughput": plan.prediction.throughput,
+        "lower_bound": plan.prediction.lower_bound,
+        "gap": plan.prediction.gap,
+        "bubble": plan.prediction.bubble,
+        "source": plan.prediction.source,
+        "strategy": plan.strategy,
+        "model": plan.model.name,
+        "rivals": [dataclasses.asdict(rival) for rival in plan.rivals],
+        "notes": list(plan.notes),
+        "deployment": dataclasses.asdict(plan.deployment) if plan.deployment else None,
+    }
+    if options["dataset_size"]:
+        values["epoch_time"] = options["dataset_size"] / plan.prediction.throughput
+    return values
+
+
+def _compare(model: str, cluster: Cluster, request: Request, options: dict[str, Any]) -> None:
+    rows: list[dict[str, Any]] = []
+    for strategy in FPGA_STRATEGIES:
+        try:
+            plan, _ = _plan(model, cluster, dataclasses.replace(request, strategy=strategy), options)
+        except InfeasibleError as error:
+            rows.append({"strategy": strategy, "time": None, "reason": str(error)})
+            continue
+        assert plan.deployment is not None
+        rows.append(
+            {
+                "strategy": strategy,
+                "schedule": plan.schedule.name,
+                "microbatch_size": plan.microbatch_size,
+                "stages": len(plan.stages),
+                "time": plan.prediction.time,
+                "gap": plan.prediction.gap,
+                "binds": plan.deployment.binds,
+            }
+        )
+    if options["as_json"]:
+        click.echo(json.dumps(plain_number({"model": model, "strategies": rows}), indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{model}: strategies by the same model", title_justify="left")
+    for header in ("strategy", "plan", "time", "over bound", "set by"):
+        table.add_column(header, justify="right" if header in ("time", "over bound") else "left")
+    for row in rows:
+        if row["time"] is None:
+            table.add_row(row["strategy"], "does not fit", "–", "–", "–")
+            continue
+        shape = f"{row['schedule']}, {row['stages']} stages, b={row['microbatch_size']}"
+        table.add_row(row["strategy"], shape, format_seconds(row["time"]), f"{row['gap']:.1%}", row["binds"])
+    Console(highlight=False).print(table)

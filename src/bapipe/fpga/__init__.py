@@ -1,0 +1,38 @@
+"""FPGA clusters on the FPDeep architecture: boards and a CNN's layer table -> the best pipeline over them."""
+
+from __future__ import annotations
+
+from bapipe.fpga.assemble import make_fpga_plan
+from bapipe.fpga.board import Board, boards_of, is_fpga_cluster, make_board
+from bapipe.fpga.data_parallel import DP_VARIANTS, DataParallel, data_parallel
+from bapipe.fpga.network import Network, make_network
+from bapipe.fpga.outcome import Outcome, simulated
+from bapipe.fpga.parameters import SOURCES, Parameters, parse_assumptions
+from bapipe.fpga.planner import FPGA_STRATEGIES, FpgaExploration, explore_fpga
+from bapipe.fpga.profile import fpga_profile
+from bapipe.fpga.table6 import PAPER_SPEEDUP, Table6Row, table6
+
+__all__ = [
+    "DP_VARIANTS",
+    "FPGA_STRATEGIES",
+    "PAPER_SPEEDUP",
+    "SOURCES",
+    "Board",
+    "DataParallel",
+    "FpgaExploration",
+    "Network",
+    "Outcome",
+    "Parameters",
+    "Table6Row",
+    "boards_of",
+    "data_parallel",
+    "explore_fpga",
+    "fpga_profile",
+    "is_fpga_cluster",
+    "make_board",
+    "make_fpga_plan",
+    "make_network",
+    "parse_assumptions",
+    "simulated",
+    "table6",
+]

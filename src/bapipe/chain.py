@@ -61,6 +61,9 @@ class Chain:
     resident_input: Floats
     """bytes per micro-batch that a stage keeps on top when it starts inside a split layer"""
     workspace: float
+    """bytes that the largest unit needs for a moment"""
+    unit_workspace: Floats
+    """bytes that each unit needs for a moment"""
     source: str
     interpolated: bool
 
@@ -124,6 +127,7 @@ def make_chain(
         input_bytes=np.where(begun > 0, forward_in[layers] + begun * forward_out[layers], forward_in[layers]),
         resident_input=np.where(begun > 0, forward_in[layers], 0.0),
         workspace=max(cost.workspace for cost in costs),
+        unit_workspace=np.max([cost.layer_workspace for cost in costs], axis=0)[layers] * share,
         source=", ".join(dict.fromkeys(cost.source for cost in costs)),
         interpolated=any(cost.interpolated for cost in costs),
     )

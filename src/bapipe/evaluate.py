@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bapipe.chain import Chain
@@ -14,6 +14,7 @@ from bapipe.plan import Plan
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.orders import with_recompute, with_update
 from bapipe.simulate import Costs, simulate
+from bapipe.stage_memory import stage_bytes
 from bapipe.timeline import Timeline
 
 __all__ = [
@@ -188,8 +189,11 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
     chosen = [index for index, stage in enumerate(candidate.stages) if stage.recompute]
     if chosen:
         schedule = with_recompute(schedule, chosen)
-    schedule = with_update(schedule)
     costs = _stage_costs(candidate, hardware)
+    if schedule.flushes:
+        schedule = with_update(schedule)
+    else:
+        costs = _updating_always(costs)
     ranks = _accelerators_of_ranks(candidate)
     timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule))
     memory, live = _memory(candidate, hardware, timeline, schedule)
@@ -207,6 +211,15 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
     )
 
 
+def _updating_always(costs: Costs) -> Costs:
+    """A pipeline that never flushes updates after every backward: the update is part of it.
+
+    The error is sent before the update, so where a transfer is waited for this is a little too long.
+    """
+    backward = tuple(b + u for b, u in zip(costs.backward, costs.update, strict=True))
+    return replace(costs, backward=backward, update=(0.0,) * len(costs.update))
+
+
 def _accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
     ranks = tuple(dict.fromkeys(index for stage in candidate.stages for index in stage.accelerators))
     if len(ranks) != candidate.schedule.num_ranks:
@@ -219,31 +232,26 @@ def _memory(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Peak bytes on each stage's accelerators, and its live micro-batches per replica.
 
-    Weights, gradients and optimizer state; live features; what a stage receives ahead (two boundaries each way);
-    and the largest layer's workspace.
+    Weights, gradients and optimizer state; live features; messages under way; and a layer's workspace.
     """
-    chain = candidate.chain
     versions = schedule.weight_versions or (1,) * len(candidate.stages)
-    stash, kept, static = [], [], []
-    for index, stage in enumerate(candidate.stages):
-        span = slice(stage.first, stage.last + 1)
-        stash.append(float(chain.stash[span].sum()) + float(chain.resident_input[stage.first]))
-        kept.append(float(chain.input_bytes[stage.first]))
-        weights = float(chain.weight_bytes[span].sum())
-        buffers = 0.0
-        if index > 0:
-            cut = candidate.stages[index - 1].last
-            buffers += 2 * float(chain.boundary_forward[cut])
-        if index < len(candidate.stages) - 1:
-            buffers += 2 * float(chain.boundary_backward[stage.last])
-        static.append(weights * (hardware.static_copies() + versions[index] - 1) + buffers)
+    needed = [stage_bytes(candidate.chain, stage.first, stage.last) for stage in candidate.stages]
+    static = [
+        item.weights * (hardware.static_copies() + versions[index] - 1) + item.buffers
+        for index, item in enumerate(needed)
+    ]
+    stash, kept = [item.stash for item in needed], [item.kept for item in needed]
     features = timeline.peak_bytes_by_rank(stash, kept)
     by_rank = [0.0] * schedule.num_ranks
     for index, ranks in enumerate(schedule.placement):
         for rank in ranks:
             by_rank[rank] += static[index]
+    peaks = [
+        max((needed[index].workspace for index in schedule.stages_of(rank)), default=0.0)
+        for rank in range(schedule.num_ranks)
+    ]
     memory = tuple(
-        max(by_rank[rank] + features[rank] for rank in ranks) + chain.workspace for ranks in schedule.placement
+        max(by_rank[rank] + features[rank] + peaks[rank] for rank in ranks) for ranks in schedule.placement
     )
     counts = timeline.peak_live()
     live = tuple(float(-(-count // len(ranks))) for count, ranks in zip(counts, schedule.placement, strict=True))

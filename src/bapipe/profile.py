@@ -65,6 +65,8 @@ class CostTable:
     """seconds of the weight gradient alone; None: half of the backward"""
     workspace: tuple[float, ...] | None = None
     """bytes that the largest layer needs for a moment, one per micro-batch size"""
+    layer_workspace: Rows | None = None
+    """bytes that each layer needs for a moment; None: any may need `workspace`"""
     not_fitting: tuple[int, ...] = ()
     """sizes that ran out of memory when measured"""
 
@@ -82,6 +84,7 @@ class LayerCosts:
     stash: Floats
     update: Floats
     workspace: float
+    layer_workspace: Floats
     source: Source
     interpolated: bool
 
@@ -118,6 +121,7 @@ class Profile:
             )
         for field_name in (
             "forward", "backward", "boundary_forward", "boundary_backward", "stash", "weight_gradient",
+            "layer_workspace",
         ):  # fmt: skip
             rows = getattr(table, field_name)
             if rows is None:
@@ -174,6 +178,9 @@ class Profile:
             stash=mixed(table.stash),
             update=np.array(table.update),
             workspace=float(workspace),
+            layer_workspace=np.full(len(self.layers), float(workspace))
+            if table.layer_workspace is None
+            else mixed(table.layer_workspace),
             source=table.source,
             interpolated=above != below,
         )

@@ -69,6 +69,7 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
 
     apart = known.weight_gradient is not None and later.weight_gradient is not None
     weighed = known.workspace is not None and later.workspace is not None
+    each = known.layer_workspace is not None and later.layer_workspace is not None
     same = known.description == later.description
     return replace(
         later,
@@ -81,6 +82,7 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         boundary_backward=rows("boundary_backward"),
         stash=rows("stash"),
         workspace=tuple(_workspace(table)[row] for _, table, row in taken) if weighed else None,
+        layer_workspace=rows("layer_workspace") if each else None,
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
     )
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from bapipe.errors import BaPipeError
 from bapipe.files import dump_json, read_versioned, write_text
 from bapipe.model import ModelRef
-from bapipe.schedule.actions import Action
+from bapipe.schedule.actions import Action, Kind
 from bapipe.timeline import Timeline, Transfers
 
 __all__ = [
     "RUN_SCHEMA",
     "CheckRecord",
     "EventRecord",
+    "MemorySource",
     "RunEnvironment",
     "RunRecord",
     "StepRecord",
@@ -27,6 +29,8 @@ __all__ = [
 ]
 
 RUN_SCHEMA = "bapipe.run/1"
+MemorySource = Literal["allocated", "resident"]
+"""allocated: bytes that torch held for tensors on the device, as a plan counts; resident: the whole process"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,10 @@ class RunEnvironment:
     """of the process group: gloo…"""
     threads: int
     """torch threads of each rank"""
+    devices: tuple[str, ...] = ()
+    """what each rank computed on, such as `cpu` or `cuda`; empty: not known"""
+    transport: str | None = None
+    """what carried activations and errors between ranks; None: not known"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +71,7 @@ class EventRecord:
 
     rank: int
     action: str
-    """as in the plan: `0F0`; `0U` is the update"""
+    """as in the plan: `0F0`; `0A` is the all-reduce of a stage's gradients, `0U` its update"""
     start: float
     """seconds after the step's first action began, the ranks' clocks aligned"""
     end: float
@@ -119,9 +127,13 @@ class RunRecord:
     transfers: tuple[TransferRecord, ...] | None = None
     """None: not known"""
     peak_live: tuple[int, ...]
-    """most micro-batches live at once at each stage, in any step"""
+    """most micro-batches live at once at each (virtual) stage, on one of its ranks, in any step"""
     peak_memory: tuple[int | None, ...]
-    """most bytes resident in each rank's process, libraries and all; None: not known"""
+    """most bytes of each rank, of the kind that `memory_source` says; None: not known"""
+    memory_source: tuple[MemorySource, ...] = ()
+    """per rank what `peak_memory` counts; empty: resident on all"""
+    weight_versions: tuple[int, ...] = ()
+    """most versions of its weights that each stage held at once (PipeDream); empty: one"""
     check: CheckRecord | None = None
     """None: not compared with training in one process"""
 
@@ -136,6 +148,15 @@ class RunRecord:
                     f"event {event.action} on rank {event.rank} from {event.start:g} to {event.end:g} s "
                     f"cannot be of {self.world_size} ranks; run the plan again"
                 )
+        for name, values in (
+            ("peak_memory", self.peak_memory),
+            ("memory_source", self.memory_source or self.peak_memory),
+            ("environment.devices", self.environment.devices or self.peak_memory),
+        ):
+            if len(values) != self.world_size:
+                raise BaPipeError(
+                    f"{name} has {len(values)} entries for {self.world_size} ranks; run the plan again"
+                )
 
 
 def read_run(path: str | Path) -> RunRecord:
@@ -149,7 +170,10 @@ def write_run(record: RunRecord, path: str | Path) -> None:
 
 
 def to_timeline(record: RunRecord) -> Timeline:
-    """The recorded step as a Timeline, to be measured and drawn like a simulated one."""
+    """The recorded step as a Timeline, to be measured and drawn like a simulated one.
+
+    An all-reduce runs beside the compute of its rank, so it has a lane of its own, as in a simulation.
+    """
     actions = [Action.parse(event.action) for event in record.events]
     index = {event.action: position for position, event in enumerate(record.events)}
     microbatches = [-1 if action.microbatch is None else action.microbatch for action in actions]
@@ -163,7 +187,7 @@ def to_timeline(record: RunRecord) -> Timeline:
         stages=np.array([action.stage for action in actions], dtype=np.int64),
         microbatches=np.array(microbatches, dtype=np.int64),
         ranks=np.array([event.rank for event in record.events], dtype=np.int64),
-        lanes=np.zeros(len(actions), np.int64),
+        lanes=np.array([int(action.kind == Kind.A) for action in actions], dtype=np.int64),
         start=start,
         end=end,
         work=end - start,

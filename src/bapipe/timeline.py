@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,6 +172,20 @@ class Timeline:
         """
         times, steps, _, ranks = self._steps(np.asarray(stash, float), kept)
         return _running_peak(times, steps, ranks, self.num_ranks)
+
+    def bytes_over_time(self, stash: list[float], kept: list[float] | None = None) -> list[tuple[Floats, Floats]]:
+        """Each rank's (times, bytes): bytes of features live from then on; `peak_bytes_by_rank` is their peak."""
+        times, steps, _, ranks = self._steps(np.asarray(stash, float), kept)
+        order = np.lexsort((steps, times, ranks))
+        edges = np.searchsorted(ranks[order], np.arange(self.num_ranks + 1))
+        own = [order[low:high] for low, high in pairwise(edges)]
+        return [(times[part], np.cumsum(steps[part])) for part in own]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from bapipe.report.notebook import timeline_html
+
+        return timeline_html(self)
 
     def _peaks(self, size: Floats) -> list[float]:
         times, steps, stages, _ = self._steps(size, list(size))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bapipe.errors import BaPipeError, FileFormatError
+from bapipe.explore import Request, explore, make_plan
 from bapipe.files import dump_json
 from bapipe.model import ModelRef
 from bapipe.run_record import (
@@ -21,6 +22,8 @@ from bapipe.run_record import (
     write_run,
 )
 from bapipe.schedule.actions import Kind
+from bapipe.torch.gather import RankReport, make_record
+from made_profiles import made_cluster, made_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +68,9 @@ def test_a_written_record_reads_back_the_same(record: RunRecord, tmp_path: Path)
             steps=2, gradient_difference=0.0, parameter="a.weight", loss_difference=0.0, tolerance=1e-12
         ),
     )
-    for each in (record, checked, replace(record, transfers=None)):
+    elsewhere = replace(record.environment, devices=("cpu", "cuda"), transport="pinned")
+    told = replace(record, environment=elsewhere, memory_source=("resident", "allocated"))
+    for each in (record, checked, told, replace(record, transfers=None)):
         write_run(each, tmp_path / "run.json")
         assert read_run(tmp_path / "run.json") == each
 
@@ -87,6 +92,89 @@ def test_a_timeline_needs_no_transfers(record: RunRecord) -> None:
     assert timeline.time == 8.0
 
 
+def test_an_all_reduce_has_a_lane_of_its_own(record: RunRecord) -> None:
+    """It runs beside the last backward, so the update after it does not follow it on its lane."""
+    reduced = EventRecord(rank=0, action="0A", start=6.5, end=7.0)
+    timeline = to_timeline(replace(record, events=(*record.events, reduced)))
+    assert timeline.lanes.tolist() == [0] * len(record.events) + [1]
+    assert timeline.busy() == [5.0, 5.0]
+    assert timeline.previous_end()[timeline.kinds == Kind.A].tolist() == [0.0]
+
+
+def test_a_record_of_before_devices_and_memory_sources_still_reads(record: RunRecord, tmp_path: Path) -> None:
+    data = json.loads(dump_json(record))
+    del data["memory_source"], data["environment"]["devices"], data["environment"]["transport"]
+    (tmp_path / "run.json").write_text(json.dumps(data), encoding="utf-8")
+    assert read_run(tmp_path / "run.json") == record
+
+
+def _gathered(*reports: RankReport) -> RunRecord:
+    profile, cluster = made_profile({"x": [1.0] * 4}), made_cluster({"x": len(reports)})
+    plan = make_plan(explore(profile, cluster, Request(minibatch=4, microbatch=1)))
+    return make_record(
+        plan,
+        reports,
+        steps=[(2.0, 3.0), (float("nan"), 1.0)],
+        recorded_step=1,
+        torch_version="2",
+        python_version="3",
+        backend="gloo",
+        threads=1,
+        check=None,
+        transport="pinned",
+    )
+
+
+def test_what_ranks_say_becomes_one_record() -> None:
+    """Stage 0 is on both ranks, stage 1 on rank 1 alone, which computes on a GPU."""
+    record = _gathered(
+        RankReport(
+            rank=1,
+            host="b",
+            events=(("0F1", 12.0, 13.0), ("1F0", 13.0, 14.0)),
+            sent={},
+            arrived={"0F0": 12.5},
+            peak_live={0: 3, 1: 1},
+            peak_memory=7,
+            device="cuda",
+        ),
+        RankReport(
+            rank=0,
+            host="a",
+            events=(("0F0", 10.0, 11.0),),
+            sent={"0F0": (1, 11.0)},
+            arrived={},
+            peak_live={0: 2},
+            peak_memory=900,
+        ),
+    )
+    assert record.environment.hosts == ("a", "b")
+    assert record.environment.devices == ("cpu", "cuda")
+    assert record.environment.transport == "pinned"
+    assert record.peak_live == (3, 1)
+    assert record.peak_memory == (900, 7)
+    assert record.memory_source == ("resident", "allocated")
+    assert record.events[0] == EventRecord(rank=0, action="0F0", start=0.0, end=1.0)
+    assert record.transfers == (TransferRecord(action="0F0", to_rank=1, start=1.0, arrival=2.5),)
+    assert [step.loss for step in record.steps] == [2.0, None]
+
+
+def test_a_rank_with_one_stage_may_say_one_number() -> None:
+    said = RankReport(
+        rank=0,
+        stage=0,
+        host="a",
+        events=(("0F0", 0.0, 1.0),),
+        sent={},
+        arrived={},
+        peak_live=4,
+        peak_memory=None,
+        memory_source="allocated",
+    )
+    assert _gathered(said).peak_live == (4,)
+    assert _gathered(said).memory_source == ("allocated",)
+
+
 def test_the_check_passes_within_its_tolerance() -> None:
     check = CheckRecord(steps=1, gradient_difference=1e-13, parameter="w", loss_difference=0.0, tolerance=1e-12)
     assert check.passed
@@ -101,6 +189,8 @@ def test_the_check_passes_within_its_tolerance() -> None:
         ({"events": ()}, "no steps or no events"),
         ({"recorded_step": 7}, "records step 7, which it has not run"),
         ({"world_size": 1}, "event 1F0 on rank 1"),
+        ({"peak_memory": (1,)}, "peak_memory has 1 entries for 2 ranks"),
+        ({"memory_source": ("allocated",)}, "memory_source has 1 entries for 2 ranks"),
         ({"events": (EventRecord(rank=0, action="0F0", start=2.0, end=1.0),)}, "from 2 to 1 s"),
         ({"events": (EventRecord(rank=0, action="0F0", start=-1.0, end=1.0),)}, "from -1 to 1 s"),
     ],

@@ -1,78 +1,125 @@
-"""`bapipe run` and `bapipe compare`: train by a plan, and see how true its prediction was."""
+"""`bapipe run`: train by a plan."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 
-from bapipe.cli.values import plain_number
-from bapipe.files import plain_values
+from bapipe.errors import BaPipeError
 
-__all__ = ["compare_command", "run_command"]
+__all__ = ["run_command", "run_options", "with_saving"]
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of a run, which `bapipe run` and `bapipe launch` share."""
+    options = [
+        click.option("--steps", type=int, default=3, show_default=True, help="Updates to train."),
+        click.option("--check", is_flag=True, help="Compare every gradient with training in one process."),
+        click.option(
+            "--out", type=click.Path(dir_okay=False), help="Write run.json: losses and the recorded timeline."
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="Of weights and data."),
+        click.option("--learning-rate", type=float, default=0.01, show_default=True),
+        click.option(
+            "--timeout",
+            type=float,
+            default=300.0,
+            show_default=True,
+            help="Seconds before a silent rank is given up.",
+        ),
+        click.option(
+            "--data",
+            type=click.Choice(["synthetic", "digits"]),
+            default="synthetic",
+            show_default=True,
+            help="What the model's own make_batch makes, or scikit-learn's handwritten digits.",
+        ),
+        click.option(
+            "--transport",
+            type=click.Choice(["auto", "gloo", "staged", "ipc", "nccl"]),
+            default="auto",
+            show_default=True,
+            help="How tensors get from rank to rank.",
+        ),
+        click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Instead of what the plan has."),
+        click.option(
+            "--vertical-sync",
+            is_flag=True,
+            help="Of a pipedream plan: all stages use stage 0's version of the weights.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step."),
+        click.option(
+            "--tensorboard", type=click.Path(file_okay=False), help="Write every step's figures for TensorBoard."
+        ),
+        click.option("--checkpoint", type=click.Path(file_okay=False), help="Folder to save the training into."),
+        click.option("--every", type=int, help="Steps between two checkpoints.  [default: only the last]"),
+        click.option("--keep", type=int, default=2, show_default=True, help="Complete checkpoints that stay."),
+        click.option("--async", "asynchronous", is_flag=True, help="Write checkpoints while training goes on."),
+        click.option("--resume", is_flag=True, help="Go on from the last complete checkpoint, under any plan."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def with_saving(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with those about checkpoints put together as `saving`, None without --checkpoint."""
+    from bapipe.torch.saving import Saving
+
+    names = ("checkpoint", "every", "keep", "asynchronous", "resume")
+    rest = {name: value for name, value in options.items() if name not in names}
+    folder, every, keep, asynchronous, resume = (options[name] for name in names)
+    if folder is None:
+        if every is not None or asynchronous or resume:
+            raise BaPipeError(
+                "--every, --async and --resume are about checkpoints; give their folder: --checkpoint"
+            )
+        return {**rest, "saving": None}
+    saving = Saving(
+        folder=Path(folder),
+        every=max(1, options["steps"]) if every is None else every,
+        keep=keep,
+        asynchronous=asynchronous,
+        resume=resume,
+    )
+    return {**rest, "saving": saving}
 
 
 @click.command("run")
 @click.argument("plan_file", type=click.Path(dir_okay=False))
-@click.option("--steps", type=int, default=3, show_default=True, help="Updates to train.")
-@click.option("--check", is_flag=True, help="Compare every gradient with training in one process.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Write run.json: losses and the recorded timeline.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and data.")
-@click.option("--learning-rate", type=float, default=0.01, show_default=True)
-@click.option(
-    "--timeout", type=float, default=300.0, show_default=True, help="Seconds before a silent rank is given up."
-)
-def run_command(plan_file: str, **options: object) -> None:
+@run_options
+@click.option("--restarts", type=click.IntRange(min=0), default=0, show_default=True,
+              help="Start all ranks again, so often at most, when one fails.")  # fmt: skip
+@click.option("--elastic", is_flag=True, help="When an accelerator is lost, plan again without it and go on.")
+@click.option("--profile", type=click.Path(dir_okay=False), help="With --elastic: what the plan was made from.")
+def run_command(plan_file: str, restarts: int, elastic: bool, profile: str | None, **options: Any) -> None:
     """Train by PLAN_FILE on this machine, one process per rank.
 
     \b
-    Example:
-      bapipe run plan.json --steps 3 --check --out run.json
+    Examples:
+      bapipe run plan.json --steps 100 --check --out run.json
+      bapipe run plan.json --steps 100 --checkpoint saved --every 10 --resume
+      bapipe run plan.json --steps 100 --checkpoint saved --every 10 --elastic --profile profile.json
     """
     from bapipe.torch.launch import launch
 
-    code = launch(plan_file, **options)  # type: ignore[arg-type]
+    options = with_saving(options)
+    if elastic:
+        from bapipe.torch.elastic import launch_elastic
+
+        if options["saving"] is None or profile is None:
+            raise BaPipeError(
+                "--elastic plans again and goes on, so it needs --profile and --checkpoint; give both"
+            )
+        if restarts:
+            raise BaPipeError("--elastic goes on without what is lost, --restarts with it; give one of them")
+        code = launch_elastic(plan_file, profile=profile, **options)
+    elif profile is not None:
+        raise BaPipeError("--profile is to plan again with --elastic; give that too, or leave it out")
+    else:
+        code = launch(plan_file, restarts=restarts, **options)
     if code:
         raise click.exceptions.Exit(code)
-
-
-@click.command("compare")
-@click.argument("plan_file", type=click.Path(dir_okay=False))
-@click.argument("run_file", type=click.Path(dir_okay=False))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option(
-    "--trace", "trace_file", type=click.Path(dir_okay=False), help="Write both timelines as one Perfetto trace."
-)
-def compare_command(plan_file: str, run_file: str, as_json: bool, trace_file: str | None) -> None:
-    """Show what PLAN_FILE predicted beside what RUN_FILE measured, per stage."""
-    from bapipe.compare import compare, comparison_table
-    from bapipe.files import write_text
-    from bapipe.plan import read_plan
-    from bapipe.report.trace import trace_json
-    from bapipe.run_record import read_run
-
-    plan, record = read_plan(plan_file), read_run(run_file)
-    found = compare(plan, record)
-    predicted, measured = found.predicted, found.measured
-    if trace_file:
-        write_text(trace_file, trace_json({"predicted": predicted, "measured": measured}))
-    if as_json:
-        figures = {
-            "time": found.time,
-            "bubble": found.bubble,
-            "step_seconds": found.step_seconds,
-            "stages": found.stages,
-        }
-        click.echo(json.dumps(plain_number(plain_values(figures)), indent=1, allow_nan=False))
-        return
-    from rich.console import Console
-
-    from bapipe.report.text import render_text
-
-    console = Console(highlight=False)
-    width, color = max(40, console.width), console.is_terminal
-    console.print(render_text(predicted, width=width, color=color, unit="s", title="predicted"))
-    console.print(render_text(measured, width=width, color=color, unit="s", title="measured"))
-    console.print(comparison_table(found))
-    if trace_file:
-        console.print(f"wrote {trace_file}", soft_wrap=True)

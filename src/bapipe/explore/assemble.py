@@ -7,9 +7,10 @@ from typing import Literal
 from bapipe.chain import Chain
 from bapipe.evaluate import Evaluation
 from bapipe.explore.pipelines import MOST_TYPES
-from bapipe.explore.search import Exploration, runs_now
+from bapipe.explore.search import Exploration
 from bapipe.plan import LayerPart, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.files import ScheduleFile
+from bapipe.stage_memory import stage_bytes
 from bapipe.units import format_bytes, format_seconds
 
 __all__ = ["make_plan"]
@@ -59,6 +60,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     for index, choice in enumerate(best.candidate.stages):
         span = slice(choice.first, choice.last + 1)
         first, last = chain.units[choice.first], chain.units[choice.last]
+        needed = stage_bytes(chain, choice.first, choice.last)
         stages.append(
             PlanStage(
                 accelerators=tuple(cluster.accelerators[member].name for member in choice.accelerators),
@@ -78,6 +80,10 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 memory_bytes=best.memory[index],
                 memory_capacity=best.capacity[index],
                 peak_features=best.live[index],
+                stash_bytes=needed.stash,
+                kept_bytes=needed.kept,
+                buffer_bytes=needed.buffers,
+                workspace_bytes=needed.workspace,
             )
         )
     return tuple(stages)
@@ -115,8 +121,6 @@ def _rivals(found: Exploration) -> tuple[Rival, ...]:
             rivals.append(Rival(name=name, time=None, memory_bytes=fullest, reason=reason))
         else:
             reason = f"{_pace(best.throughput / evaluation.throughput - 1)}; {_cause(evaluation)}"
-            if found.request.runnable and not runs_now(evaluation.candidate):
-                reason += "; planned, not run yet"
             rivals.append(Rival(name=name, time=evaluation.time, memory_bytes=fullest, reason=reason))
     for estimate in found.estimates:
         if estimate.memory > estimate.capacity:

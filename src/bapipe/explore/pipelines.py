@@ -18,6 +18,7 @@ from bapipe.partition.exact import solve
 from bapipe.partition.exact_problem import Problem
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.orders import SCHEDULES, capped, full_overlap_caps, interleaved
+from bapipe.stage_memory import stage_bytes
 
 __all__ = [
     "FAMILIES",
@@ -76,20 +77,29 @@ FAMILIES = {
     "gpipe+R": Family(schedule="gpipe", live="all", recompute="always"),
     "zb-h1": Family(schedule="zb-h1", live="ranks"),
     "zb-h2": Family(schedule="zb-h2", live="double"),
+    "pipedream": Family(schedule="pipedream", live="behind", communication="exposed"),
     "1f1b-as": Family(schedule="1f1b-as", live="behind"),
     "fbp-as": Family(schedule="fbp-as", live="twice"),
 }
 
 
-def families_for(cluster: Cluster, *, paper: bool) -> dict[str, Family]:
-    """The families that the cluster's execution allows: asynchronous ones only if every accelerator is."""
+def families_for(cluster: Cluster, *, paper: bool, wanted: str | None = None) -> dict[str, Family]:
+    """The families that the cluster's execution allows: asynchronous ones only if every accelerator is.
+
+    `wanted` is the schedule that is asked for, if one is.
+    """
     kinds = {cluster.type_of(index).execution for index in range(len(cluster))}
     if kinds == {"asynchronous"}:
         return {name: FAMILIES[name] for name in ("1f1b-as", "fbp-as")}
     if paper:
         straight = ("1f1b-sno", "1f1b-so")
         return {name: FAMILIES[name].straight() for name in straight}
-    return {name: family for name, family in FAMILIES.items() if not name.endswith("-as")}
+    # PipeDream trains another way, with stale weights: it is for comparison and must be asked for.
+    return {
+        name: family
+        for name, family in FAMILIES.items()
+        if not name.endswith("-as") and (name != "pipedream" or name == wanted)
+    }
 
 
 def optimal(
@@ -254,12 +264,11 @@ def _least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, 
 
 def _most_live(chain: Chain, stage: StageChoice, hardware: Hardware) -> int:
     """Micro-batches that one replica of the stage has memory for, beside its weights."""
-    span = slice(stage.first, stage.last + 1)
-    stash = float(chain.stash[span].sum()) + float(chain.resident_input[stage.first])
-    each = float(chain.input_bytes[stage.first]) if stage.recompute else stash
-    room = min(hardware.cluster.type_of(index).memory for index in stage.accelerators) - chain.workspace
-    room -= float(chain.weight_bytes[span].sum()) * hardware.static_copies() + (stash if stage.recompute else 0.0)
-    room -= 2 * (float(chain.boundary_backward[stage.last]) + float(chain.input_bytes[stage.first]))
+    needed = stage_bytes(chain, stage.first, stage.last)
+    each = needed.kept if stage.recompute else needed.stash
+    room = min(hardware.cluster.type_of(index).memory for index in stage.accelerators)
+    room -= needed.weights * hardware.static_copies() + needed.buffers + needed.workspace
+    room -= needed.stash if stage.recompute else 0.0
     return 2**30 if each <= 0 else max(0, int(room // each))
 
 

@@ -11,7 +11,6 @@ from bapipe.evaluate import OPTIMIZER_COPIES, Optimizer
 from bapipe.profile import Profile
 
 __all__ = [
-    "RUNNABLE_SCHEDULES",
     "SCHEDULE_NAMES",
     "STRATEGIES",
     "Request",
@@ -30,12 +29,11 @@ SCHEDULE_NAMES = (
     "zb-h1",
     "zb-h2",
     "interleaved",
+    "pipedream",
     "1f1b-as",
     "fbp-as",
     "data-parallel",
 )
-RUNNABLE_SCHEDULES = ("1f1b-sno", "1f1b-so", "1f1b", "gpipe")
-"""what `bapipe run` runs, on straight stages of whole layers without recomputation"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +52,6 @@ class Request:
     optimizer: Optimizer = "sgd"
     split_layers: bool = False
     """whether the exact strategy may split a layer between two stages"""
-    runnable: bool = False
-    """choose only what the runtime runs; the rest still appears among the rivals"""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:

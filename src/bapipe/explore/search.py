@@ -24,7 +24,7 @@ from bapipe.explore.pipelines import (
     optimal,
     require_layers,
 )
-from bapipe.explore.request import RUNNABLE_SCHEDULES, Request, default_minibatch, microbatch_sizes, profiled_range
+from bapipe.explore.request import Request, default_minibatch, microbatch_sizes, profiled_range
 from bapipe.explore.strategies import THOROUGH, fixed_partitions, paper_candidate
 from bapipe.partition.cuts import starts
 from bapipe.partition.inter_layer import ideal_time
@@ -33,7 +33,7 @@ from bapipe.partition.steps import Step
 from bapipe.profile import Profile
 from bapipe.units import format_bytes
 
-__all__ = ["BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound", "runs_now"]
+__all__ = ["BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound"]
 
 BRUTE_LAYERS, BRUTE_STAGES = 10, 4
 """sizes up to which a straight plan is compared with every other cut of its depth"""
@@ -88,7 +88,7 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         raise BaPipeError(
             f"{request.stages} stages need as many accelerators, the cluster has {len(cluster)}; lower --stages"
         )
-    found = _Found(runnable=request.runnable)
+    found = _Found()
     chains = {size: make_chain(profile, types, size) for size in sizes}
     ordered = sorted(sizes, key=lambda size: _perfect(chains[size], cluster, minibatch))
     if len(profile.layers) * len(cluster) > THOROUGH and request.strategy == "exact":
@@ -142,14 +142,6 @@ def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:
     return best.time / fastest - 1
 
 
-def runs_now(candidate: Candidate) -> bool:
-    """Whether `bapipe run` runs such a candidate today."""
-    whole = all(unit.whole for unit in candidate.chain.units)
-    again = any(stage.recompute for stage in candidate.stages)
-    straight = _straight(candidate.stages) and candidate.schedule.num_ranks == len(candidate.stages)
-    return straight and whole and not again and candidate.schedule.name in RUNNABLE_SCHEDULES
-
-
 def _promising(chains: list[Chain], hardware: Hardware, request: Request, minibatch: int) -> list[int]:
     """Of a large problem's micro-batch sizes the one that a straight pipeline or data parallelism likes best."""
     family = list(families_for(hardware.cluster, paper=False).values())[1]
@@ -185,8 +177,7 @@ def _rank(evaluation: Evaluation) -> tuple[float, float]:
 class _Found:
     """The best evaluation of each family."""
 
-    def __init__(self, *, runnable: bool) -> None:
-        self.runnable = runnable
+    def __init__(self) -> None:
         self.by_family: dict[str, Evaluation] = {}
         self.count = 0
         self.bound = 0.0
@@ -203,8 +194,6 @@ class _Found:
 
     def add(self, family: str, evaluation: Evaluation) -> None:
         self.count += 1
-        if self.runnable and not runs_now(evaluation.candidate):
-            family += ", not run yet"
         held = self.by_family.get(family)
         if held is None or _rank(evaluation) < _rank(held):
             self.by_family[family] = evaluation
@@ -216,11 +205,7 @@ class _Found:
 
     @property
     def best(self) -> Evaluation | None:
-        fitting = [
-            evaluation
-            for evaluation in self.by_family.values()
-            if evaluation.short is None and (not self.runnable or runs_now(evaluation.candidate))
-        ]
+        fitting = [evaluation for evaluation in self.by_family.values() if evaluation.short is None]
         return min(fitting, key=_rank) if fitting else None
 
 
@@ -242,8 +227,8 @@ def _candidates(
     if request.strategy == "dp" or request.schedule == "data-parallel":
         return
     microbatches = minibatch // chain.microbatch
-    known = families_for(cluster, paper=paper)
     wanted = "gpipe" if request.strategy == "gpipe" else request.schedule
+    known = families_for(cluster, paper=paper, wanted=wanted)
     families = {name: family for name, family in known.items() if wanted in (None, family.schedule)}
     if not families and wanted != "interleaved":
         raise BaPipeError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from bapipe.chain import Chain
 from bapipe.evaluate import Candidate, Hardware, StageChoice
 from bapipe.explore.pipelines import Family, build, require_layers, straight_stages
@@ -14,6 +12,7 @@ from bapipe.explore.request import Request
 from bapipe.partition import rivals
 from bapipe.partition.bapipe import balanced_partition
 from bapipe.partition.cuts import Cuts, starts
+from bapipe.stage_memory import stage_bytes
 
 __all__ = ["PIPEDREAM_LAYERS", "THOROUGH", "fixed_partitions", "paper_candidate"]
 
@@ -115,17 +114,13 @@ def paper_candidate(
     capacity = [cluster.type_of(index).memory for index in members]
 
     def memory_of(own: Chain) -> Callable[[Cuts], list[float]]:
-        weights = np.concatenate([[0.0], np.cumsum(own.weight_bytes)]) * hardware.static_copies()
-        stash = np.concatenate([[0.0], np.cumsum(own.stash)])
-
         def needs(cuts: Cuts) -> list[float]:
             needed = []
             for index, (first, last) in enumerate(zip(starts(cuts), cuts, strict=True)):
                 live = family.inflight(depth - index, depth, microbatches)
-                buffers = 2 * float(own.boundary_backward[last])
-                buffers += 2 * float(own.input_bytes[first]) if index else 0.0
-                features = live * float(stash[last + 1] - stash[first] + own.resident_input[first])
-                needed.append(float(weights[last + 1] - weights[first]) + features + buffers + own.workspace)
+                own_bytes = stage_bytes(own, first, last)
+                static = own_bytes.weights * hardware.static_copies() + own_bytes.buffers
+                needed.append(static + live * own_bytes.stash + own_bytes.workspace)
             return needed
 
         return needs

@@ -17,6 +17,7 @@ from bapipe.errors import BaPipeError
 from bapipe.report.cells import fill_cells, time_range
 from bapipe.report.kinds import LOOKS
 from bapipe.report.labels import action_name, format_time, printable, ticks
+from bapipe.report.patterns import patterns
 from bapipe.report.rows import Row, consumers, rows_of, waits
 from bapipe.schedule.actions import Kind
 from bapipe.timeline import Timeline
@@ -31,16 +32,6 @@ _MARGIN, _CHARACTER, _AXIS, _LEGEND = 12.0, 6.7, 30.0, 22.0
 """pixels: around the drawing, of a letter, of the axis and of a line of the legend"""
 _SHARE_PIXELS = 3
 """width of a cell where actions are too many to be drawn one by one"""
-_MARKS = {
-    Kind.F: "",
-    Kind.B: '<path d="M-1,7L7,-1M-1,1L1,-1M5,7L7,5"/>',
-    Kind.I: '<path d="M-1,-1L7,7M-1,5L1,7M5,-1L7,1"/>',
-    Kind.W: '<path d="M2,3H4"/>',
-    Kind.R: '<path d="M0,1.5H6M0,4.5H6"/>',
-    Kind.A: '<path d="M1.5,0V6M4.5,0V6"/>',
-    Kind.U: '<path d="M5,.5H6"/>',
-}
-"""what a kind's pattern draws over its colour, in a square of 6 pixels"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +90,7 @@ def render_svg(
         f'height="{height:g}" viewBox="0 0 {width} {height:g}">',
         f"<title>{escape(heading)}</title>",
         _style(),
-        *_patterns(present),
+        *patterns(present),
         f'<rect class="page" width="{width}" height="{height:g}"/>',
     ]
     if title is not None:
@@ -154,17 +145,6 @@ def _style() -> str:
         + "".join(f".bapipe-timeline .on-{kind.name}{{fill:{look.ink}}}" for kind, look in LOOKS.items())
         + "</style>"
     )
-
-
-def _patterns(kinds: Sequence[Kind]) -> Iterator[str]:
-    yield "<defs>"
-    for kind in kinds:
-        yield (
-            f'<pattern id="bapipe-{kind.name}" width="6" height="6" patternUnits="userSpaceOnUse">'
-            f'<rect width="6" height="6" fill="{LOOKS[kind].color}"/>'
-            f'<g stroke="#fff" stroke-opacity=".45">{_MARKS[kind]}</g></pattern>'
-        )
-    yield "</defs>"
 
 
 def _frame(timeline: Timeline, rows: Sequence[Row], layout: _Layout, unit: str | None) -> Iterator[str]:

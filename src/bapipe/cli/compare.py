@@ -1,0 +1,153 @@
+"""`bapipe compare`: see how true a plan's prediction was, and correct the profile by the run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bapipe.cli.values import plain_number
+from bapipe.errors import BaPipeError
+from bapipe.files import content_hash, plain_values, write_text
+
+if TYPE_CHECKING:
+    from bapipe.cluster import Cluster
+    from bapipe.compare import Comparison
+    from bapipe.plan import Plan
+    from bapipe.recalibrate import Recalibration
+
+__all__ = ["compare_command"]
+
+
+@click.command("compare")
+@click.argument("plan_file", type=click.Path(dir_okay=False))
+@click.argument("run_file", type=click.Path(dir_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--trace", "trace_file", type=click.Path(dir_okay=False), help="Write both timelines as one Perfetto trace."
+)
+@click.option(
+    "--profile", "profile_file", type=click.Path(dir_okay=False), help="What was planned with, for --recalibrate."
+)
+@click.option(
+    "--recalibrate",
+    "corrected_file",
+    type=click.Path(dir_okay=False),
+    help="Write the profile with its layers' times scaled to what the run measured.",
+)
+@click.option(
+    "--cluster-out",
+    "cluster_file",
+    type=click.Path(dir_okay=False),
+    help="Write the plan's cluster (TOML) with its links as the run's transfers took them.",
+)
+def compare_command(
+    plan_file: str,
+    run_file: str,
+    as_json: bool,
+    trace_file: str | None,
+    profile_file: str | None,
+    corrected_file: str | None,
+    cluster_file: str | None,
+) -> None:
+    """Show what PLAN_FILE predicted beside what RUN_FILE measured, per stage and rank.
+
+    \b
+    Examples:
+      bapipe compare plan.json run.json
+      bapipe compare plan.json run.json --profile profile.json --recalibrate corrected.json
+      bapipe plan corrected.json --cluster cluster.toml
+    """
+    from bapipe.compare import compare, comparison_values
+    from bapipe.plan import read_plan
+    from bapipe.profile import read_profile, write_profile
+    from bapipe.recalibrate import recalibrate
+    from bapipe.run_record import read_run
+
+    if (profile_file is None) != (corrected_file is None):
+        given, lacking = ("--recalibrate", "--profile") if profile_file is None else ("--profile", "--recalibrate")
+        raise BaPipeError(f"{given} needs {lacking}, too: the profile that was planned with, and what to write")
+    if cluster_file is not None and not cluster_file.lower().endswith(".toml"):
+        raise BaPipeError(f"a cluster file is TOML, got --cluster-out {cluster_file[:200]}; end it in .toml")
+    plan, record = read_plan(plan_file), read_run(run_file)
+    found = compare(plan, record)
+    cluster = None
+    if cluster_file is not None:
+        cluster = _corrected_cluster(found, plan, cluster_file, run=content_hash(record))
+    again = None
+    if profile_file is not None and corrected_file is not None:
+        again = recalibrate(plan, record, read_profile(profile_file))
+        write_profile(again.profile, corrected_file)
+    if trace_file:
+        from bapipe.report.trace import trace_json
+
+        write_text(trace_file, trace_json({"predicted": found.predicted, "measured": found.measured}))
+    if as_json:
+        values = comparison_values(found)
+        if again is not None:
+            values["recalibration"] = {
+                "corrections": plain_values(again.corrections),
+                "notes": again.notes,
+                "predicted_time": _time_again(plan, again, cluster),
+            }
+        click.echo(json.dumps(plain_number(values), indent=1, allow_nan=False))
+        return
+    _print(found)
+    if again is not None:
+        _print_corrections(plan, again, cluster, measured=found.time.measured)
+    for path in (corrected_file, cluster_file, trace_file):
+        if path:
+            click.echo(f"wrote {path}")
+
+
+def _corrected_cluster(found: Comparison, plan: Plan, path: str, *, run: str) -> Cluster:
+    from bapipe.cluster_writer import cluster_toml
+    from bapipe.link_estimate import correct_links
+
+    cluster = correct_links(plan.cluster, found.links)
+    changed = ", ".join(estimate.link for estimate in found.links if estimate.corrected is not None)
+    write_text(path, cluster_toml(cluster, comment=f"links corrected by run {run}: {changed}"))
+    return cluster
+
+
+def _time_again(plan: Plan, again: Recalibration, cluster: Cluster | None) -> float:
+    """What the corrected figures predict of the plan that ran."""
+    from bapipe.evaluate import plan_timeline
+    from bapipe.recalibrate import predict_again
+
+    return plan_timeline(predict_again(plan, again.profile, cluster)).time
+
+
+def _print(found: Comparison) -> None:
+    from rich.console import Console
+
+    from bapipe.report.compare_table import comparison_notes, comparison_tables
+    from bapipe.report.text import render_text
+
+    console = Console(highlight=False)
+    width, color = max(40, console.width), console.is_terminal
+    timelines: dict[str, Any] = {"predicted": found.predicted, "measured": found.measured}
+    for title, timeline in timelines.items():
+        console.print(render_text(timeline, width=width, color=color, unit="s", title=title))
+    for table in comparison_tables(found):
+        console.print(table)
+    for note in comparison_notes(found):
+        console.print(note)
+
+
+def _print_corrections(plan: Plan, again: Recalibration, cluster: Cluster | None, *, measured: float) -> None:
+    from rich.console import Console
+
+    from bapipe.report.compare_table import correction_table
+    from bapipe.units import format_seconds
+
+    console = Console(highlight=False)
+    console.print(correction_table(again))
+    for note in again.notes:
+        console.print(note)
+    corrected = "times" if cluster is None else "times and links"
+    time = format_seconds(_time_again(plan, again, cluster))
+    console.print(
+        f"with the corrected {corrected} this plan is predicted at {time}; it took {format_seconds(measured)}"
+    )

@@ -1,0 +1,136 @@
+"""`bapipe report`: a plan, and a run of it, as one page to look at, keep and send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from bapipe.partition.steps import Step
+    from bapipe.plan import Plan
+    from bapipe.profile import Profile
+    from bapipe.run_record import RunRecord
+
+__all__ = ["report_command", "write_report"]
+
+
+@click.command("report")
+@click.argument("plan_file", type=click.Path(dir_okay=False))
+@click.argument("run_file", type=click.Path(dir_okay=False), required=False)
+@click.option(
+    "-o", "--out", type=click.Path(dir_okay=False), default="report.html", show_default=True, help="The page."
+)
+@click.option(
+    "--profile", "model", help="What was planned: profile.json, or the model's name. Shows every layer's cost."
+)
+@click.option("--explain", is_flag=True, help="Show the paper's exploration step by step; needs the profile.")
+@click.option("--svg", "svg_folder", type=click.Path(file_okay=False), help="Write the pictures as SVG there.")
+@click.option(
+    "--trace", "trace_file", type=click.Path(dir_okay=False), help="Write the timelines as one Perfetto trace."
+)
+def report_command(
+    plan_file: str,
+    run_file: str | None,
+    out: str,
+    model: str | None,
+    explain: bool,
+    svg_folder: str | None,
+    trace_file: str | None,
+) -> None:
+    """Write PLAN_FILE as one HTML page that works offline, with RUN_FILE beside it if given.
+
+    \b
+    Examples:
+      bapipe report plan.json -o report.html
+      bapipe report plan.json run.json --profile profile.json --svg pictures --trace both.json
+    """
+    from bapipe.plan import read_plan
+    from bapipe.run_record import read_run
+
+    plan = read_plan(plan_file)
+    record = None if run_file is None else read_run(run_file)
+    profile = _profile(plan, model)
+    steps = _steps(plan, profile) if explain else ()
+    written = write_report(
+        plan, out, record=record, profile=profile, steps=steps, svg_folder=svg_folder, trace_file=trace_file
+    )
+    for line in written:
+        click.echo(line)
+
+
+def write_report(
+    plan: Plan,
+    out: str,
+    *,
+    record: RunRecord | None = None,
+    profile: Profile | None = None,
+    steps: tuple[Step, ...] = (),
+    svg_folder: str | None = None,
+    trace_file: str | None = None,
+) -> list[str]:
+    """Write the page and what else was asked for; a line for each."""
+    from bapipe.errors import FileFormatError
+    from bapipe.files import write_text
+    from bapipe.report.html import make_subject, pictures, render_report, trace_of
+    from bapipe.units import format_bytes
+
+    subject = make_subject(plan, record=record, profile=profile, steps=steps)
+    page = render_report(subject)
+    write_text(out, page)
+    lines = [f"wrote {out}, {format_bytes(len(page.encode()))}: open it in a browser"]
+    if svg_folder is not None:
+        try:
+            Path(svg_folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileFormatError(f"{svg_folder} cannot be made: {error}; name another folder") from None
+        for name, text in pictures(subject).items():
+            write_text(Path(svg_folder) / name, text)
+            lines.append(f"wrote {Path(svg_folder) / name}")
+    if trace_file is not None:
+        write_text(trace_file, trace_of(subject))
+        lines.append(f"wrote {trace_file}: open it at ui.perfetto.dev")
+    return lines
+
+
+def _profile(plan: Plan, model: str | None) -> Profile | None:
+    """The profile that was named, or of a built-in model the one that was planned with, computed again.
+
+    A profile found without being named is used only if it is the plan's own to the last bit.
+    """
+    from bapipe.errors import BaPipeError
+    from bapipe.models import load_profile
+    from bapipe.tables import is_builtin
+
+    wanted = plan.model.name if model is None else model
+    if model is None and not is_builtin(wanted):
+        return None
+    names = dict.fromkeys(accelerator.type for accelerator in plan.cluster.accelerators)
+    types = [plan.cluster.types[name] for name in names]
+    common = [2**exponent for exponent in range(8)]
+    for sizes in (common, sorted({*common, plan.microbatch_size})):
+        try:
+            args = plan.model.args if is_builtin(wanted) else None
+            profile = load_profile(wanted, types=types, dtype=plan.dtype, microbatches=sizes, args=args)
+        except BaPipeError:
+            if model is None:
+                return None
+            raise
+        if profile.hash == plan.profile_hash:
+            return profile
+    return profile if model is not None else None
+
+
+def _steps(plan: Plan, profile: Profile | None) -> tuple[Step, ...]:
+    from typing import cast
+
+    from bapipe.errors import BaPipeError
+    from bapipe.evaluate import Optimizer
+    from bapipe.explore import Request, explore
+
+    if profile is None:
+        raise BaPipeError("--explain explores again and needs what was planned; give --profile profile.json")
+    request = Request(strategy="bapipe", minibatch=plan.minibatch, optimizer=cast(Optimizer, plan.optimizer))
+    found = explore(profile, plan.cluster, request)
+    return next((each.candidate.steps for each in found.considered if each.candidate.steps), ())

@@ -1,0 +1,111 @@
+"""`bapipe report`: a plan, and a run of it, as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from bapipe.compare import compare
+from bapipe.evaluate import plan_timeline
+from bapipe.partition.steps import Step
+from bapipe.plan import Plan
+from bapipe.profile import Profile
+from bapipe.report.charts.frame import DARK, LIGHT, chart_style, safe
+from bapipe.report.kinds import LOOKS
+from bapipe.report.layer_view import layer_view, require_profile_of
+from bapipe.report.memory_view import memory_view
+from bapipe.report.page_data import page_data, script_json
+from bapipe.report.patterns import patterns
+from bapipe.report.sections import Subject, charts_of, sections_html
+from bapipe.report.svg import render_svg
+from bapipe.report.trace import trace_json
+from bapipe.run_record import RunRecord
+from bapipe.timeline import Timeline
+
+__all__ = ["make_subject", "pictures", "render_report", "timelines_of", "trace_of"]
+
+
+def make_subject(
+    plan: Plan,
+    *,
+    record: RunRecord | None = None,
+    profile: Profile | None = None,
+    steps: tuple[Step, ...] = (),
+) -> Subject:
+    """Work out what a report shows: simulates the plan once, and sets the run against it.
+
+    The run must be of this plan and the profile the one that it was planned with; another is refused.
+    """
+    if profile is not None:
+        require_profile_of(plan, profile)
+    comparison = None if record is None else compare(plan, record)
+    predicted = plan_timeline(plan) if comparison is None else comparison.predicted
+    return Subject(
+        plan=plan,
+        predicted=predicted,
+        memory=memory_view(plan, predicted),
+        layers=None if profile is None else layer_view(plan, profile),
+        steps=steps,
+        comparison=comparison,
+        record=record,
+    )
+
+
+def timelines_of(subject: Subject) -> dict[str, Timeline]:
+    """What was predicted, and what was measured if anything was."""
+    timelines = {"predicted": subject.predicted}
+    if subject.comparison is not None:
+        timelines["measured"] = subject.comparison.measured
+    return timelines
+
+
+def render_report(subject: Subject) -> str:
+    """The page. It asks for nothing from elsewhere, and its policy forbids that it could."""
+    values = {
+        "title": safe(f"{subject.plan.model.name[:80]}: BaPipe report", 100),
+        "style": f"{_theme()}\n{_asset('page.css')}\n{chart_style({name: f'var(--{name})' for name in LIGHT})}",
+        "patterns": "".join(patterns(LOOKS)),
+        "sections": sections_html(subject),
+        "data": script_json(page_data(timelines_of(subject))),
+        "script": _asset("page.js"),
+    }
+    # One pass over the template's own text: what is put in is not looked at again.
+    pieces = _asset("page.html").split("{{")
+    filled = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        filled += [values[name], rest]
+    return "".join(filled)
+
+
+def pictures(subject: Subject) -> dict[str, str]:
+    """The same pictures as SVG files, by name."""
+    name = subject.plan.model.name[:80]
+    found = {chart.name: chart.standalone() for chart in charts_of(subject)}
+    for when, timeline in timelines_of(subject).items():
+        found["timeline" if when == "predicted" else f"timeline-{when}"] = render_svg(
+            timeline, title=f"{name}, {when}", unit="s"
+        )
+    return {f"{name}.svg": text for name, text in found.items()}
+
+
+def trace_of(subject: Subject) -> str:
+    """Predicted and measured together, for Perfetto."""
+    return trace_json(timelines_of(subject))
+
+
+def _asset(name: str) -> str:
+    return files("bapipe.report").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _theme() -> str:
+    """The page's colours: the system's choice, unless the reader or the printer chose."""
+
+    def names(colours: dict[str, str]) -> str:
+        return "".join(f"--{name}:{value};" for name, value in colours.items())
+
+    return (
+        f":root{{{names(LIGHT)}color-scheme:light}}"
+        f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{names(DARK)}color-scheme:dark}}}}"
+        f":root[data-theme=dark]{{{names(DARK)}color-scheme:dark}}"
+        f"@media print{{:root{{{names(LIGHT)}color-scheme:light}}}}"
+    )

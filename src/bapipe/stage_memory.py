@@ -1,0 +1,43 @@
+"""Bytes that one stage needs on its accelerator: the one place that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bapipe.chain import Chain
+
+__all__ = ["StageBytes", "stage_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """What a stage holds, apart from gradients and optimizer state, which are copies of its weights."""
+
+    weights: float
+    stash: float
+    """per live micro-batch: what its backward keeps, what it received for a split layer, and what it sent"""
+    kept: float
+    """per live micro-batch where the stage recomputes: its input"""
+    buffers: float
+    """messages under way: two received ahead and two being sent, each way"""
+    workspace: float
+    """most that a layer needs for a moment beyond the features of all layers, while those after it hold none"""
+
+
+def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
+    """Of the units `first` to `last`, included. What a stage sends stays until its error has come back."""
+    span = slice(first, last + 1)
+    stash = chain.stash[span]
+    sent, returned = float(chain.boundary_forward[last]), float(chain.boundary_backward[last])
+    received = float(chain.boundary_forward[first - 1]) if first else 0.0
+    answered = float(chain.boundary_backward[first - 1]) if first else 0.0
+    held = np.cumsum(stash) - float(stash.sum())
+    return StageBytes(
+        weights=float(chain.weight_bytes[span].sum()),
+        stash=float(stash.sum()) + float(chain.resident_input[first]) + sent,
+        kept=float(chain.input_bytes[first]),
+        buffers=2 * (received + returned + sent + answered),
+        workspace=max(0.0, float((held + chain.unit_workspace[span]).max())),
+    )

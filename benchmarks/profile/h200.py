@@ -1,11 +1,12 @@
-"""Profiles of the zoo on one GPU, whole and in slices, with the two accuracy tables.
+"""Profiles of the zoo on one GPU, whole and in slices, with the accuracy tables.
 
     PYTHONPATH=src python3 benchmarks/profile/h200.py --out DIR --budget-seconds 500 \
-        [--only fp32,bf16,slice25,slice12.5] [--models vgg16,resnet50,gnmt-8,gpt] [--resume DIR/h200.tar.gz]
+        [--only fp32,bf16,slice25,slice12.5] [--models vgg16,resnet50,gnmt-8,gpt] [--sizes 8,16,64] [--with-loss]
+        [--resume DIR/h200.tar.gz]
 
 Each model and configuration is a process of its own, on a slice with the other slices loaded by the same model.
 When the budget is spent it stops and keeps what it has: DIR/h200.tar.gz holds measurements and merged profiles,
-for --resume in the next call, and DIR/tables.md both tables. Needs torch and numpy only.
+for --resume in the next call, and DIR/tables.md the tables. Needs torch and numpy only.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--models", default=",".join(MODELS))
     made.add_argument("--sizes", default=",".join(str(size) for size in SIZES))
     made.add_argument("--seconds", type=float, default=0.05, help="per layer, size and round")
+    made.add_argument("--with-loss", action="store_true", help="the loss is a part of the last layer")
     made.add_argument("--device", default="cuda")
     made.add_argument("--job", help=argparse.SUPPRESS)
     return made
@@ -90,7 +92,7 @@ def spawn(options: argparse.Namespace, job: str, left: float) -> None:
     start = time.monotonic()
     command = [sys.executable, __file__, "--job", job, "--out", str(options.out), "--work", str(options.work)]
     command += ["--budget-seconds", str(left), "--sizes", options.sizes, "--seconds", str(options.seconds)]
-    command += ["--device", options.device]
+    command += ["--device", options.device, *(["--with-loss"] if options.with_loss else [])]
     try:
         code = subprocess.run(command, check=False, timeout=left + 60).returncode
     except subprocess.TimeoutExpired:
@@ -120,7 +122,7 @@ def run_job(options: argparse.Namespace, deadline: float) -> None:
             settings=settings,
             device=options.device,
             dtype=dtype,
-            args=MODELS[model],
+            args={**MODELS[model], **({"with_loss": True} if options.with_loss else {})},
             slice_=name,
             report=report,
         )

@@ -1,4 +1,4 @@
-"""The two accuracy tables of measured models, as Markdown: `python tables.py details.json …`."""
+"""The accuracy tables of measured models, as Markdown: `python tables.py details.json …`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bapipe.torch.measure import Measurement, agreement, predicted_peak, read_measurement
-from bapipe.torch.measure.assemble import spread
+from bapipe.torch.measure.assemble import parts, spread
 
 __all__ = ["accuracy_tables"]
 
 
 def accuracy_tables(measured: Sequence[Measurement]) -> str:
-    """Sum of layers against the whole step, and predicted against allocated memory, one row per model and size."""
+    """Sum of layers against the whole step, what it is made of (GPU), and predicted against allocated memory."""
     lines = ["Environment: " + "; ".join(dict.fromkeys(str(item.environment) for item in measured)), ""]
     lines += ["Sum of layers, before any calibration, against the whole step (forward and backward, median).", ""]
     lines += _table(
@@ -21,6 +21,21 @@ def accuracy_tables(measured: Sequence[Measurement]) -> str:
          "as one stage, ms", "residual", "rounds differ"),
         (row for item in measured for row in _times(item)),
     )  # fmt: skip
+    made = [row for item in measured for row in _parts(item)]
+    if made:
+        lines += [
+            "",
+            "What the sum is made of: the device's time and the host's to issue, as a share of the eager step.",
+        ]
+        lines += [
+            "`limited by` is the larger one. Last: the residual had each layer been issued alone after a pause.",
+            "",
+        ]
+        lines += _table(
+            ("model", "dtype", "device", "micro-batch", "device", "issued in a step", "issued alone", "limited by",
+             "residual", "residual, alone"),
+            made,
+        )  # fmt: skip
     memory = [row for item in measured for row in _memory(item)]
     if memory:
         lines += [
@@ -58,6 +73,24 @@ def _times(item: Measurement) -> Iterable[tuple[str, ...]]:
             f"{found.chain * 1e3:.2f}",
             f"{found.chain_residual:+.1%}",
             f"{spread(item, size)[0]:.1%}",
+        )
+
+
+def _parts(item: Measurement) -> Iterable[tuple[str, ...]]:
+    for size in item.sizes():
+        found, own = agreement(item, size), parts(item, size)
+        if found is None or own is None:
+            continue
+        host = own.alone if own.issue is None else own.issue
+        yield (
+            *_name(item),
+            str(size),
+            f"{own.device / found.eager:.0%}",
+            "" if own.issue is None else f"{own.issue / found.eager:.0%}",
+            f"{own.alone / found.eager:.0%}",
+            "host" if host > own.device else "device",
+            f"{found.residual:+.1%}",
+            f"{own.layers_alone / found.eager - 1:+.1%}",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,25 @@ LIMIT = 4
 """samples that `greedy` has memory for"""
 
 
+class Double(torch.autograd.Function):
+    """Twice the value; what calls it is kept whole by a capture, and so runs as it is."""
+
+    @staticmethod
+    def forward(_: Any, value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(_: Any, *errors: Tensor) -> Tensor:
+        return errors[0] * 2
+
+
 class Greedy(nn.Module):
     """Runs out of memory over LIMIT samples, as a GPU would."""
 
     def forward(self, value: Tensor) -> Tensor:
         if len(value) > LIMIT:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        return value * 2
+        return cast(Tensor, Double.apply(value))
 
 
 class Picky(nn.Module):
@@ -28,7 +40,7 @@ class Picky(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         if len(value) > LIMIT:
             raise ValueError("too many samples")
-        return value * 2
+        return cast(Tensor, Double.apply(value))
 
 
 class Residual(nn.Module):

@@ -47,8 +47,6 @@ __all__ = [
 )
 @click.option("--threads", type=int, help="Threads of a CPU.  [default: all]")
 @click.option("--calibrate", is_flag=True, help="Scale the layers to the whole step; the profile says so.")
-@click.option("--layers", type=click.Choice(["auto", "children", "captured"]), default="auto", show_default=True,
-              help="Children of an nn.Sequential, as bapipe run cuts it, or what capture finds.")  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Forget what was measured before.")
 @click.option("--details", type=click.Path(dir_okay=False), help="Write everything measured as JSON.")
 @click.option("--slice-of", type=int, help="Profile one of so many equal slices of the GPU, the others loaded.")
@@ -116,7 +114,6 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
             calibrate=options["calibrate"],
             threads=options["threads"],
             slice_=slice_,
-            children={"auto": None, "children": True, "captured": False}[options["layers"]],
             report=report,
         )
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError, nearest
-from bapipe.files import content_hash
 from bapipe.model import ModelRef
+from bapipe.torch.capture.private import flatten, unflatten
+from bapipe.torch.dtypes import find_dtype
 
-__all__ = ["OPTIMIZERS", "BuiltModel", "Loss", "build_model", "fingerprint", "make_optimizer"]
+__all__ = ["OPTIMIZERS", "BuiltModel", "Loss", "build_model", "make_optimizer"]
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Any], Any]
 Parameters = list[nn.Parameter]
 
 OPTIMIZERS: dict[str, Callable[[Parameters, float], torch.optim.Optimizer]] = {
@@ -38,32 +39,33 @@ class BuiltModel:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    loss: Loss
-    """`loss(output, target)`: mean over the samples"""
+    loss: Loss | None
+    """`loss(output, target)`: mean over the samples; None: the model takes its target and returns its loss"""
+    options: dict[str, Any]
+    """what the model was built with"""
     source: ModuleType
     """the Python module that the reference names"""
 
-    def batch(self, seed: int, size: int) -> tuple[Tensor, Tensor]:
-        """Input and target of so many samples; floating input has the dtype of the example."""
-        make_batch = _companion(self.source, "make_batch", "make_batch(seed, size) -> (input, target)")
-        pair = make_batch(seed, size)
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
-            raise BaPipeError(f"{self.source.__name__}.make_batch must return (input, target), got {_kind(pair)}")
-        if any(part.ndim == 0 or len(part) != size for part in pair):
-            shapes = " and ".join(str(tuple(part.shape)) for part in pair)
-            raise BaPipeError(f"{self.source.__name__}.make_batch was asked for {size} samples, got {shapes}")
-        data, target = pair
-        example = self.args[0] if self.args else None
-        if data.is_floating_point() and isinstance(example, Tensor) and example.is_floating_point():
-            data = data.to(example.dtype)
-        return data, target
+    def companion(self, name: str, contract: str) -> Callable[..., Any]:
+        """A function that stands beside the one that the reference names."""
+        return _companion(self.source, name, contract)
+
+    def as_call(self, inputs: Any, target: Any) -> tuple[Any, Any]:
+        """(inputs, target) as the model takes them: with the target as a keyword where it returns its loss."""
+        if self.loss is not None:
+            return inputs, target
+        args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        return (*args, {"target": target}), None
 
 
-def build_model(model: ModelRef, *, folders: Sequence[str | Path] = (), seed: int = 0) -> BuiltModel:
+def build_model(
+    model: ModelRef, *, folders: Sequence[str | Path] = (), seed: int = 0, dtype: str | None = None
+) -> BuiltModel:
     """Import `package.module:function`, call it with the reference's arguments, check what comes back.
 
     `folders` are searched first; the caller gives the plan's own and the current one. Torch's generator is seeded
-    before the call, so every process that builds the same reference has the same weights.
+    before the call, so every process that builds the same reference has the same weights. With `dtype`, by its
+    name in a plan, floating parameters and inputs are converted.
     """
     if model.ref is None:
         raise BaPipeError(f"{model.name} has no code to run; set model.ref to package.module:function")
@@ -88,8 +90,23 @@ def build_model(model: ModelRef, *, folders: Sequence[str | Path] = (), seed: in
         raise BaPipeError(
             f"'{model.ref}' must return (nn.Module, tuple, dict), got {', '.join(map(_kind, built))}"
         )
-    loss = _companion(source, "loss", "loss(output, target) -> mean over the samples")
-    return BuiltModel(module=module, args=tuple(args), kwargs=kwargs, loss=loss, source=source)
+    own_loss = kwargs.keys() == {"target"}
+    loss = None if own_loss else _companion(source, "loss", "loss(output, target) -> mean over the samples")
+    if dtype is not None:
+        module, args, kwargs = _converted(module, args, kwargs, dtype)
+    return BuiltModel(
+        module=module, args=tuple(args), kwargs=kwargs, loss=loss, options=dict(model.args), source=source
+    )
+
+
+def _converted(module: nn.Module, args: Any, kwargs: Any, dtype: str) -> tuple[nn.Module, Any, Any]:
+    wanted = find_dtype(dtype)
+    leaves, structure = flatten((tuple(args), kwargs))
+    changed = [
+        leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves
+    ]
+    args, kwargs = unflatten(changed, structure)
+    return module.to(wanted), args, kwargs
 
 
 def _import(ref: str) -> tuple[ModuleType, Callable[..., Any]]:
@@ -121,21 +138,15 @@ def _companion(source: ModuleType, name: str, contract: str) -> Callable[..., An
     return cast(Callable[..., Any], function)
 
 
-def fingerprint(module: nn.Module, layers: Sequence[str]) -> str:
-    """Hash of layer names and of parameter names and shapes; the same for every dtype and torch version."""
-    parameters = [[name, list(parameter.shape)] for name, parameter in module.named_parameters()]
-    return content_hash({"layers": list(layers), "parameters": parameters})
-
-
-def make_optimizer(name: str, module: nn.Module, *, rate: float) -> torch.optim.Optimizer | None:
-    """The plan's optimizer over a module's parameters; None where there are none to update."""
+def make_optimizer(name: str, parameters: Parameters, *, rate: float) -> torch.optim.Optimizer | None:
+    """The plan's optimizer over parameters; None where there are none to update."""
     known = OPTIMIZERS.get(name.lower())
     if known is None:
         raise BaPipeError(
             f"unknown optimizer '{name[:60]}'{nearest(name, OPTIMIZERS)}; known: {', '.join(OPTIMIZERS)}"
         )
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return known(parameters, rate) if parameters else None
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return known(trained, rate) if trained else None
 
 
 def _kind(value: object) -> str:

@@ -4,27 +4,59 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bapipe.run_record import CheckRecord
-from bapipe.torch.build import Loss
+from bapipe.torch.build import BuiltModel
+from bapipe.torch.capture import capture
+from bapipe.torch.capture.stages import Slice
+from bapipe.torch.loss import LossSum
+from bapipe.torch.microbatches import InputSpec, split_inputs, split_targets
 
-__all__ = ["Gradients", "compare_gradients", "gradients", "tolerance", "train_alone"]
+__all__ = [
+    "Gradients",
+    "compare_gradients",
+    "gradients",
+    "joined",
+    "largest",
+    "relative",
+    "tolerance",
+    "train_alone",
+]
 
 Gradients = dict[str, Tensor]
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 """relative; anything coarser: 1e-2"""
+_CPU = torch.device("cpu")
 
 
-def gradients(module: nn.Module) -> Gradients:
-    """A copy of every parameter's gradient by name; zeros where none came."""
+def gradients(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Gradients:
+    """A copy of every parameter's gradient in host memory by name; zeros where none came."""
     return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in module.named_parameters()
+        name: torch.zeros_like(parameter, device=_CPU)
+        if parameter.grad is None
+        else parameter.grad.detach().to(_CPU, copy=True)
+        for name, parameter in named_parameters
     }
+
+
+def joined(ranks: Iterable[tuple[Gradients, Mapping[str, Slice]]]) -> Gradients:
+    """Gradients of the whole model from every rank's, and of which of them it has only a part."""
+    whole: Gradients = {}
+    for own, parts in ranks:
+        for name, value in own.items():
+            part = parts.get(name)
+            if part is None:
+                whole[name] = value
+                continue
+            shape = [part.of if dim == part.dim else size for dim, size in enumerate(value.shape)]
+            place = whole.setdefault(name, value.new_zeros(shape))
+            place.narrow(part.dim, part.start, part.size).copy_(value)
+    return whole
 
 
 def tolerance(module: nn.Module) -> float:
@@ -33,56 +65,81 @@ def tolerance(module: nn.Module) -> float:
 
 
 def train_alone(
-    module: nn.Module,
-    batches: Sequence[tuple[Tensor, Tensor]],
+    built: BuiltModel,
+    batches: Sequence[tuple[Any, Any]],
     *,
     sizes: Sequence[int],
-    loss: Loss,
     optimizer: torch.optim.Optimizer | None,
     after_step: Callable[[int, float], None],
 ) -> None:
-    """Train the whole module on each mini-batch, in the same micro-batches as the pipeline.
+    """Train the whole model on each mini-batch on the CPU, in the same micro-batches as the pipeline.
 
-    After each update `after_step(step, loss)` is called, with the gradients still in the parameters.
+    The module runs as it is; if it draws random numbers it is captured instead, whole, because only so can every
+    draw be seeded as in the pipeline. After each update `after_step(step, loss)` is called, with the gradients
+    still in the parameters.
     """
-    for step, (data, target) in enumerate(batches):
+    module = built.module
+    captured = capture(module, built.args, built.kwargs, check=False)
+    spec = InputSpec.of(captured)
+    loss = LossSum(built.loss, sizes)
+    runs = {size: captured.at(size) for size in set(sizes)}
+    stages = {size: one.stage(0, len(one.layers) - 1) for size, one in runs.items()}
+    random = any(stage.stage_spec.random for stage in stages.values())
+    module.train()
+    for step, (inputs, target) in enumerate(batches):
         module.zero_grad(set_to_none=True)
-        total = 0.0
-        parts = zip(torch.split(data, list(sizes)), torch.split(target, list(sizes)), sizes, strict=True)
-        for part, wanted, size in parts:
-            weighted = loss(module(part), wanted) * (size / len(data))
-            weighted.backward()  # type: ignore[no-untyped-call]
-            total += float(weighted.detach())
+        loss.begin()
+        parts = split_inputs(spec, inputs, sizes, needed=set(range(len(spec.batched))))
+        targets = split_targets(target, sizes, _CPU)
+        for microbatch, size in enumerate(sizes):
+            leaves = parts[microbatch]
+            if random:
+                stage = stages[size]
+                stage.rng_position = (step, microbatch)
+                output = captured.output(stage(*(leaves[root.index] for root in stage.stage_spec.roots)))
+            else:
+                args, kwargs = spec.call(leaves)
+                output = module(*args, **kwargs)
+            part = loss.of(output, targets[microbatch], microbatch, count=True)
+            part.backward()  # type: ignore[no-untyped-call]
+        total, count = loss.sums()
+        if count:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= count
         if optimizer is not None:
             optimizer.step()
-        after_step(step, total)
+        after_step(step, total / count if count else total)
 
 
 def compare_gradients(
-    module: nn.Module,
-    batches: Sequence[tuple[Tensor, Tensor]],
+    built: BuiltModel,
+    batches: Sequence[tuple[Any, Any]],
     *,
     sizes: Sequence[int],
-    loss: Loss,
     optimizer: torch.optim.Optimizer | None,
     found: Sequence[Gradients],
     losses: Sequence[float],
 ) -> CheckRecord:
     """Train alone and compare every parameter's gradient and the loss of every step with what the run `found`."""
     worst, where, worst_loss = 0.0, "", 0.0
+    module = built.module
 
     def after_step(step: int, total: float) -> None:
         nonlocal worst, where, worst_loss
-        expected = gradients(module)
-        missing = expected.keys() ^ found[step].keys()
+        expected = gradients(module.named_parameters())
+        unused = {name for name, value in expected.items() if name not in found[step] and not value.any()}
+        missing = (expected.keys() - unused) ^ found[step].keys()
         assert not missing, f"gradients of {sorted(missing)[:3]} are on one side only"
         for name, wanted in expected.items():
-            difference = _relative(_largest(found[step][name] - wanted), _largest(wanted))
+            if name in unused:
+                continue
+            difference = relative(largest(found[step][name] - wanted), largest(wanted))
             if difference > worst or not where:
                 worst, where = difference, f"{name}, step {step}"
-        worst_loss = max(worst_loss, _relative(abs(losses[step] - total), abs(total)))
+        worst_loss = max(worst_loss, relative(abs(losses[step] - total), abs(total)))
 
-    train_alone(module, batches, sizes=sizes, loss=loss, optimizer=optimizer, after_step=after_step)
+    train_alone(built, batches, sizes=sizes, optimizer=optimizer, after_step=after_step)
     return CheckRecord(
         steps=len(batches),
         gradient_difference=worst,
@@ -92,11 +149,12 @@ def compare_gradients(
     )
 
 
-def _largest(value: Tensor) -> float:
+def largest(value: Tensor) -> float:
+    """The largest entry by size; 0 where there is none."""
     return float(value.abs().max()) if value.numel() else 0.0
 
 
-def _relative(difference: float, size: float) -> float:
+def relative(difference: float, size: float) -> float:
     """A difference relative to a size; where there is no such number, the largest that a file can hold."""
     if math.isfinite(difference) and math.isfinite(size):
         if difference == 0:

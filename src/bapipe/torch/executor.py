@@ -1,253 +1,314 @@
 """Runs one rank's lane of a schedule, exactly in its order.
 
-    rank 0   0F0 0F1 0B0 0F2 0B1 0B2 0U      each F sends its output on, each B its error back;
-    rank 1       1F0 1B0 1F1 1B1 1F2 1B2 1U  an action starts when its input is there
+    rank 0   0F0 0F1 0B0 0F2 0B1 0B2      each F sends its output on, each B its error back;
+    rank 1       1F0 1B0 1F1 1B1 1F2 1B2  an action starts when its input is there
 
-A micro-batch is live from the start of its F to the end of its B; no more is kept than the order asks for.
+No more is kept than the order asks for: features from F to B, a message until it is delivered.
 """
 
 from __future__ import annotations
 
-import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bapipe.errors import BaPipeError
-from bapipe.schedule.actions import Action, Kind, Lane, Schedule
-from bapipe.torch.build import Loss
-from bapipe.torch.split import TensorShape, overwrites_input
-from bapipe.torch.support import lane_of
-from bapipe.torch.transport import BACKWARD, FORWARD, WINDOW, Inbox, Outbox
+from bapipe.schedule.actions import Action, Kind, Schedule
+from bapipe.torch.blame import described
+from bapipe.torch.recorder import Clock
+from bapipe.torch.reduce import Reducer
+from bapipe.torch.stage_runner import StageRunner
+from bapipe.torch.support import compute_lane
+from bapipe.torch.transport import Inbox, Message, Outbox, Transport, Wire
 
-__all__ = ["ActionError", "Links", "StageExecutor", "StepTrace", "actions_of", "connect", "one_line"]
+__all__ = ["ActionError", "Executor", "RankTrace"]
+
+MessageOf = Callable[[int, int, bool], Message]
+"""(boundary, micro-batch, onward) -> what crosses"""
 
 
 class ActionError(BaPipeError):
     """An action that failed; says which rank, stage and action, and why."""
 
-    def __init__(self, rank: int, action: Action, cause: Exception) -> None:
+    def __init__(self, rank: int, action: Action, cause: Exception, reason: str) -> None:
         self.cause = cause
-        super().__init__(f"rank {rank}, stage {action.stage}, action {action}: {one_line(cause)}")
-
-
-def one_line(error: Exception) -> str:
-    """The error on one line; if it is not BaPipe's own, with the place in the code that raised it."""
-    line = (str(error).splitlines() or [""])[0][:300]
-    if isinstance(error, BaPipeError):
-        return line
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if "/torch/" not in frame.filename] or list(frames)
-    place = f" ({outside[-1].filename}:{outside[-1].lineno})" if outside else ""
-    return f"{type(error).__name__}: {line}{place}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Links:
-    """What a stage has to its neighbours; None where there is none."""
-
-    activations_in: Inbox | None
-    activations_out: Outbox | None
-    errors_in: Inbox | None
-    errors_out: Outbox | None
+        self.reason = reason
+        super().__init__(f"rank {rank}, stage {action.stage}, action {action}: {reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTrace:
+class RankTrace:
     """What one rank did in one mini-batch, in its own clock."""
 
-    loss: float
-    """of the mini-batch at the last stage, 0 elsewhere"""
     events: tuple[tuple[str, float, float], ...]
-    """action, start and end"""
+    """action, start and end; waiting for its input is not part of it"""
     sent: dict[str, tuple[int, float]]
     """action -> the rank its result went to, and when"""
     arrived: dict[str, float]
-    """action of a neighbour -> when its result was in hand"""
-    peak_live: int
+    """action of another rank -> when its result was used at the earliest"""
+    peak_live: dict[int, int]
+    """stage -> most micro-batches live at once"""
 
 
-@dataclass(slots=True)
-class _Notes:
-    """The growing StepTrace."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Step:
+    """An action with all that running it takes."""
 
-    loss: float = 0.0
-    events: list[tuple[str, float, float]] = field(default_factory=list)
-    sent: dict[str, tuple[int, float]] = field(default_factory=dict)
-    arrived: dict[str, float] = field(default_factory=dict)
-    peak_live: int = 0
-
-
-def actions_of(lane: Lane) -> tuple[Action, ...]:
-    """The lane's actions, with the update at its end where the schedule leaves it to the runtime."""
-    actions = tuple(lane)
-    if any(action.kind == Kind.U for action in actions):
-        return actions
-    return (*actions, Action(actions[0].stage, Kind.U))
-
-
-def connect(
-    schedule: Schedule,
-    stage: int,
-    *,
-    received: Sequence[TensorShape],
-    produced: Sequence[TensorShape],
-) -> Links:
-    """The links of a stage. `received` and `produced`: each micro-batch's shape at its two boundaries."""
-    previous = schedule.placement[stage - 1][0] if stage > 0 else None
-    following = schedule.placement[stage + 1][0] if stage + 1 < schedule.num_stages else None
-    before, after = dict(enumerate(received)), dict(enumerate(produced))
-    return Links(
-        activations_in=None
-        if previous is None
-        else Inbox(previous, FORWARD, _order(schedule, previous, Kind.F), before),
-        activations_out=None if following is None else Outbox(following, FORWARD),
-        errors_in=None
-        if following is None
-        else Inbox(following, BACKWARD, _order(schedule, following, Kind.B), after),
-        errors_out=None if previous is None else Outbox(previous, BACKWARD, window=WINDOW),
-    )
+    action: Action
+    label: str
+    runner: StageRunner
+    microbatch: int
+    source: Inbox | None = None
+    """where its input comes from, if from another rank"""
+    source_label: str = ""
+    handed: tuple[int, bool, int] | None = None
+    """the key of its input, if it comes from a stage of this rank"""
+    target: Outbox | None = None
+    target_key: tuple[int, bool, int] | None = None
+    released: Outbox | None = None
+    """whose message the input answers"""
+    reducer: Reducer | None = None
+    """set on the last gradient of a stage with replicas"""
 
 
-def _order(schedule: Schedule, rank: int, kind: Kind) -> list[int]:
-    """In which order a rank makes its results of one kind: the order in which they cross the link."""
-    lane = lane_of(schedule, rank)
-    return [int(microbatch) for microbatch in lane.microbatches[lane.kinds == kind]]
-
-
-class StageExecutor:
-    """One stage on one rank: runs its actions and holds what is live between them."""
+class Executor:
+    """All stages of one rank."""
 
     def __init__(
         self,
-        module: nn.Module,
-        actions: Sequence[Action],
-        links: Links,
-        *,
         rank: int,
-        weights: Sequence[float],
-        loss: Loss,
-        optimizer: torch.optim.Optimizer | None,
+        schedule: Schedule,
+        runners: Mapping[int, StageRunner],
+        transport: Transport,
+        *,
+        messages: MessageOf,
+        reducers: Mapping[int, Reducer],
+        clock: Clock,
         on_action: Callable[[Action], None] | None = None,
     ) -> None:
-        """`weights` are the micro-batches' shares of the mini-batch: the loss is a mean over all its samples."""
-        self.module = module
-        self.actions = tuple(actions)
-        self._rank = rank
-        self._links = links
-        self._weights = tuple(weights)
-        self._loss = loss
-        self._optimizer = optimizer
+        """`messages` says what crosses; `on_action` is called before each action."""
+        self.rank = rank
         self._on_action = on_action
-        self._copies_input = links.activations_in is not None and overwrites_input(module)
-        self._live: dict[int, tuple[Tensor, Tensor]] = {}
-        """micro-batch -> the stage's input and output (at the last stage: the loss)"""
+        self.current: Action | None = None
+        """what is being run; None between mini-batches"""
+        self.waiting: Wire | None = None
+        """over which wire it waits: for its input, or for a peer to take what it sent"""
+        self._schedule = schedule
+        self._runners = dict(runners)
+        self._transport = transport
+        self._messages = messages
+        self._reducers = reducers
+        self._clock = clock
+        self._inboxes: dict[Wire, Inbox] = {}
+        self._outboxes: dict[Wire, Outbox] = {}
+        self._handed: dict[tuple[int, bool, int], tuple[Tensor, ...]] = {}
+        self._split = {
+            (action.stage, action.microbatch)
+            for lane in schedule.lanes
+            for action in lane
+            if action.kind == Kind.I
+        }
+        """backwards that are done in two parts"""
+        self._training = self._compile(training=True)
+        self._evaluation: list[_Step] | None = None
+        self._orders: dict[bool, dict[Wire, list[int]]] = {}
 
-    def run_step(self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None) -> StepTrace:
-        """One mini-batch: gradients of the whole of it, and the update.
+    def run(
+        self,
+        step: int,
+        *,
+        inputs: Sequence[Sequence[Any]],
+        targets: Sequence[Any],
+        training: bool = True,
+    ) -> RankTrace:
+        """One mini-batch. When training, gradients of all of it are added to the parameters' `.grad`.
 
-        The first stage needs the micro-batches' `inputs`, the last their `targets`. Gradients stay in the
-        parameters' `.grad`; nothing else is kept afterwards. Raises ActionError.
+        `inputs` and `targets` are the micro-batches' leaves and targets, empty where this rank needs none. Nothing
+        of the mini-batch is kept. Raises ActionError.
         """
-        notes = _Notes()
-        self.module.zero_grad(set_to_none=True)
-        action = self.actions[0]
+        if training:
+            program = self._training
+        else:
+            self._evaluation = program = self._evaluation or self._compile(training=False)
+        for runner in self._runners.values():
+            runner.begin(step, inputs, targets)
+        self._clock.start()
+        marks: list[tuple[_Step, Any, Any]] = []
+        self.current = program[0].action if program else None
         try:
-            for inbox in (self._links.activations_in, self._links.errors_in):
-                if inbox is not None:
-                    inbox.begin()
-            for action in self.actions:
-                if self._on_action is not None:
-                    self._on_action(action)
-                if action.kind == Kind.F:
-                    self._forward(action, notes, inputs, targets)
-                elif action.kind == Kind.B:
-                    self._backward(action, notes)
-                else:
-                    self._update(action, notes)
-            if self._links.errors_out is not None:
-                self._links.errors_out.flush()
+            self._begin(training)
+            self._run(program, training, marks)
+            for wire, outbox in self._outboxes.items():
+                self.waiting = wire
+                outbox.flush()
+            self.waiting = None
         except Exception as error:
-            raise ActionError(self._rank, action, error) from error
+            raise self.failed(error) from error
+        for runner in self._runners.values():
+            runner.end()
         assert self.idle, "something of this mini-batch was kept"
-        return StepTrace(
-            loss=notes.loss,
-            events=tuple(notes.events),
-            sent=notes.sent,
-            arrived=notes.arrived,
-            peak_live=notes.peak_live,
-        )
+        self.current = None
+        return self._trace(marks)
+
+    def failed(self, error: Exception) -> ActionError:
+        """What to raise where the current action fails."""
+        action = self.current or Action(self._schedule.stages_of(self.rank)[0], Kind.F, 0)
+        stage = self._runners[action.stage].module
+        return ActionError(self.rank, action, error, described(error, stage, microbatch=action.microbatch))
+
+    def _run(self, program: list[_Step], training: bool, marks: list[tuple[_Step, Any, Any]]) -> None:
+        mark = self._clock.mark
+        forward, backward, input_gradient, weight_gradient = Kind.F, Kind.B, Kind.I, Kind.W
+        on_action = self._on_action
+        for step in program:
+            self.current = step.action
+            if on_action is not None:
+                on_action(step.action)
+            microbatch = step.microbatch
+            if step.source is not None:
+                self.waiting = step.source.wire
+                values = step.source.take(microbatch)
+                self.waiting = None
+            elif step.handed is not None:
+                values = self._handed.pop(step.handed)
+            else:
+                values = ()
+            if step.released is not None:
+                step.released.release(microbatch)
+            kind = step.action.kind
+            start = mark()
+            if kind == forward:
+                runner = step.runner
+                made = (runner.forward if training else runner.evaluate)(microbatch, values)
+            elif kind == backward:
+                if step.reducer is not None:
+                    step.reducer.start()
+                made = step.runner.backward(microbatch, values)
+            elif kind == input_gradient:
+                made = step.runner.input_gradient(microbatch, values)
+            elif kind == weight_gradient:
+                if step.reducer is not None:
+                    step.reducer.start()
+                step.runner.weight_gradient(microbatch)
+                made = ()
+            else:
+                step.runner.again(microbatch)
+                made = ()
+            marks.append((step, start, mark()))
+            if step.target is not None:
+                self.waiting = step.target.wire
+                step.target.send(microbatch, made)
+                self.waiting = None
+            elif step.target_key is not None:
+                self._handed[step.target_key] = made
 
     @property
     def idle(self) -> bool:
         """Whether nothing of a mini-batch is held: no features, nothing coming and nothing under way."""
-        links = self._links
-        ends = (links.activations_in, links.activations_out, links.errors_in, links.errors_out)
-        return not self._live and all(end is None or end.idle for end in ends)
+        return (
+            not self._handed
+            and all(runner.idle for runner in self._runners.values())
+            and all(box.idle for box in self._boxes())
+        )
 
-    def _forward(
-        self, action: Action, notes: _Notes, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None
-    ) -> None:
-        microbatch = _number(action)
-        if self._links.activations_in is None:
-            assert inputs is not None, "the first stage needs the inputs"
-            value = inputs[microbatch]
-        else:
-            value = self._links.activations_in.take(microbatch).requires_grad_()
-            notes.arrived[f"{action.stage - 1}F{microbatch}"] = time.perf_counter()
-        start = time.perf_counter()
-        output = self.module(value.clone() if self._copies_input else value)
-        if self._links.activations_out is None:
-            assert targets is not None, "the last stage needs the targets"
-            output = self._weighted_loss(output, targets[microbatch], self._weights[microbatch])
-            notes.loss += float(output.detach())
-        end = time.perf_counter()
-        notes.events.append((str(action), start, end))
-        self._live[microbatch] = (value, output)
-        notes.peak_live = max(notes.peak_live, len(self._live))
-        if self._links.activations_out is not None:
-            self._links.activations_out.send(microbatch, output.detach())
-            notes.sent[str(action)] = (self._links.activations_out.peer, end)
+    @property
+    def peak_messages(self) -> int:
+        """Most messages held at once at the ends of any wire of this rank."""
+        return max((box.peak for box in self._boxes()), default=0)
 
-    def _weighted_loss(self, output: Tensor, target: Tensor, weight: float) -> Tensor:
-        loss = self._loss(output, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise BaPipeError(
-                f"the loss must be one number, the mean over the samples; got {type(loss).__name__}"
-                f"{f' of shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else ''}"
+    def _boxes(self) -> list[Inbox | Outbox]:
+        return [*self._inboxes.values(), *self._outboxes.values()]
+
+    def _begin(self, training: bool) -> None:
+        for wire, inbox in self._inboxes.items():
+            order = self._order(wire, training)
+            inbox.begin(order, {item: self._messages(wire.boundary, item, wire.onward) for item in order})
+        for wire, outbox in self._outboxes.items():
+            outbox.begin(answered=training and wire.onward and self._wire_carries(wire.reverse))
+
+    def _wire_carries(self, wire: Wire) -> bool:
+        """Whether anything crosses: no error comes back for values without gradients."""
+        return wire in self._inboxes or wire in self._outboxes
+
+    def _order(self, wire: Wire, training: bool) -> list[int]:
+        """In which order the sender makes what comes over a wire."""
+        known = self._orders.setdefault(training, {})
+        if wire not in known:
+            maker = wire.boundary if wire.onward else wire.boundary + 1
+            kinds = (Kind.F,) if wire.onward else (Kind.B, Kind.I) if training else ()
+            taker = wire.boundary + 1 if wire.onward else wire.boundary
+            known[wire] = [
+                action.microbatch
+                for action in compute_lane(self._schedule, wire.from_rank)
+                if action.microbatch is not None
+                and action.stage == maker
+                and action.kind in kinds
+                and self._schedule.rank_of(taker, action.microbatch) == self.rank
+            ]
+        return known[wire]
+
+    def _compile(self, *, training: bool) -> list[_Step]:
+        kinds = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R) if training else (Kind.F,)
+        steps = []
+        for action in compute_lane(self._schedule, self.rank):
+            if action.kind not in kinds or action.microbatch is None:
+                continue
+            step = _Step(
+                action=action,
+                label=str(action),
+                runner=self._runners[action.stage],
+                microbatch=action.microbatch,
             )
-        return loss.reshape(()) * weight
+            if action.kind == Kind.F:
+                self._connect(step, action.stage - 1, action.stage, onward=True)
+            elif action.kind in (Kind.B, Kind.I):
+                self._connect(step, action.stage, action.stage - 1, onward=False)
+            steps.append(step)
+        if training:
+            last = {step.action.stage: step for step in steps if step.action.kind in (Kind.B, Kind.W)}
+            for stage, step in last.items():
+                step.reducer = self._reducers.get(stage)
+        return steps
 
-    def _backward(self, action: Action, notes: _Notes) -> None:
-        microbatch = _number(action)
-        error = None
-        if self._links.errors_in is not None:
-            error = self._links.errors_in.take(microbatch)
-            notes.arrived[f"{action.stage + 1}B{microbatch}"] = time.perf_counter()
-            if self._links.activations_out is not None:
-                self._links.activations_out.release(microbatch)
-        start = time.perf_counter()
-        value, output = self._live[microbatch]
-        if output.requires_grad:
-            torch.autograd.backward(output, error)
-        del output, self._live[microbatch]
-        end = time.perf_counter()
-        notes.events.append((str(action), start, end))
-        if self._links.errors_out is not None:
-            gradient = torch.zeros_like(value) if value.grad is None else value.grad
-            self._links.errors_out.send(microbatch, gradient)
-            notes.sent[str(action)] = (self._links.errors_out.peer, end)
+    def _connect(self, step: _Step, input_boundary: int, output_boundary: int, *, onward: bool) -> None:
+        """Where the step's input comes from and its output goes to."""
+        schedule, stage, microbatch = self._schedule, step.action.stage, step.microbatch
+        before, after = (stage - 1, stage + 1) if onward else (stage + 1, stage - 1)
+        count = schedule.num_stages
+        if 0 <= before < count and self._messages(input_boundary, microbatch, onward):
+            peer = schedule.rank_of(before, microbatch)
+            maker = "F" if onward else "I" if (before, microbatch) in self._split else "B"
+            step.source_label = f"{before}{maker}{microbatch}"
+            if peer == self.rank:
+                step.handed = (input_boundary, onward, microbatch)
+            else:
+                wire = Wire(boundary=input_boundary, onward=onward, from_rank=peer, to_rank=self.rank)
+                step.source = self._inboxes.setdefault(wire, Inbox(self._transport, wire))
+                if not onward:
+                    step.released = self._outboxes.get(wire.reverse)
+        if 0 <= after < count and self._messages(output_boundary, microbatch, onward):
+            peer = schedule.rank_of(after, microbatch)
+            if peer == self.rank:
+                step.target_key = (output_boundary, onward, microbatch)
+            else:
+                wire = Wire(boundary=output_boundary, onward=onward, from_rank=self.rank, to_rank=peer)
+                step.target = self._outboxes.setdefault(wire, Outbox(self._transport, wire))
 
-    def _update(self, action: Action, notes: _Notes) -> None:
-        start = time.perf_counter()
-        if self._optimizer is not None:
-            self._optimizer.step()
-        notes.events.append((str(action), start, time.perf_counter()))
-
-
-def _number(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch
+    def _trace(self, marks: Sequence[tuple[_Step, Any, Any]]) -> RankTrace:
+        times = iter(self._clock.times([item for _, start, end in marks for item in (start, end)]))
+        events, sent, arrived = [], {}, {}
+        for step, _, _ in marks:
+            start, end = next(times), next(times)
+            events.append((step.label, start, end))
+            if step.source is not None:
+                arrived[step.source_label] = start
+            if step.target is not None:
+                sent[step.label] = (step.target.wire.to_rank, end)
+        return RankTrace(
+            events=tuple(events),
+            sent=sent,
+            arrived=arrived,
+            peak_live={stage: runner.peak_live for stage, runner in self._runners.items()},
+        )

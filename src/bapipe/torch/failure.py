@@ -1,121 +1,108 @@
-"""How a run that fails says so on one line: which rank, which stage, which action. Imports no torch.
+"""How a run that fails says so on one line: which rank on which host, stage, action, and why. Imports no torch.
 
-Every rank writes the action it is at into a file of its own, and its failure into another. A rank that is killed
-leaves only the first; its neighbours' failures name it. The launcher reads both.
+`bapipe.torch.watch` tells all ranks; for the launcher of `bapipe run` they also leave it in a file.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import signal
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bapipe.decode import decode
+from bapipe.errors import BaPipeError
 from bapipe.files import dump_json, load_json, write_text
+from bapipe.torch.status import located, progress_file, read_progress
 
-__all__ = ["Failure", "Progress", "explain", "read_failures", "write_failure"]
+__all__ = ["Failure", "RunError", "explain", "forget_failure", "read_failures", "write_failure"]
 
-_WIDTH = 64
 _ENDED = re.compile(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+) ", re.MULTILINE)
 """two lines of torchrun's summary of each rank that failed"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why one rank stopped."""
+    """Why a run ends."""
 
     rank: int
+    """that failed"""
+    by: int
+    """that says so"""
+    where: str
+    """rank, host, stage and action; empty if it concerns no single rank: a plan refused, a check that failed"""
     reason: str
-    """what follows the rank, stage and action, or all there is to say if `whole`"""
-    whole: bool = False
-    """whether the reason concerns no single rank: a plan that is refused, a check that failed"""
+    lost: bool = False
+    """whether the rank cannot say so itself: it has gone or does not answer"""
     code: int = 1
     """exit code: 2 for what the user gave, else 1"""
-    lost: bool = False
-    """whether the reason is that another rank has gone or does not answer"""
-    lost_rank: int | None = None
-    """which one, where it is known"""
+    table: str = ""
+    """what every rank was at, where one did not answer"""
     at: float
     """seconds since the epoch"""
 
-
-class Progress:
-    """The action that a rank is at, kept in a file that outlives the rank. A note costs one write of 64 bytes."""
-
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        self.current = "starting up"
-        self.step = 0
-        path = None if folder is None else _progress_file(folder, rank)
-        self._handle = None if path is None else os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-
-    def begin(self, step: int) -> None:
-        """A new mini-batch."""
-        self.step = step
-        self.note(f"before step {step}")
-
-    def note(self, text: str) -> None:
-        self.current = text
-        if self._handle is not None:
-            os.pwrite(self._handle, text.encode()[:_WIDTH].ljust(_WIDTH), 0)
+    @property
+    def line(self) -> str:
+        return f"{self.where}: {self.reason}" if self.where else self.reason
 
 
-def _progress_file(folder: Path, rank: int) -> Path:
-    return folder / f"progress-{rank}"
+class RunError(BaPipeError):
+    """The run has failed; its message is the line that every rank prints."""
+
+    def __init__(self, failure: Failure, *, told: bool = False) -> None:
+        """`told`: the line has been printed already."""
+        self.failure = failure
+        self.told = told
+        super().__init__(failure.line)
 
 
-def _progress(folder: Path, rank: int) -> str:
-    try:
-        text = _progress_file(folder, rank).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        text = ""
-    return text or "starting up"
+def write_failure(failure: Failure, folder: Path, *, by: int) -> None:
+    """Leave word for the launcher; `by` is the rank that leaves it, who may have it from another."""
+    write_text(folder / f"failure-{by}.json", dump_json(failure))
 
 
-def write_failure(failure: Failure, folder: Path) -> None:
-    """Leave word for the launcher."""
-    write_text(folder / f"failure-{failure.rank}.json", dump_json(failure))
+def forget_failure(folder: Path, *, by: int) -> None:
+    """A rank that was started again takes back what it left when it failed."""
+    (folder / f"failure-{by}.json").unlink(missing_ok=True)
 
 
 def read_failures(folder: Path) -> list[Failure]:
     """All ranks' failures, the earliest first."""
     found = [decode(Failure, load_json(path), where=str(path)) for path in folder.glob("failure-*.json")]
-    return sorted(found, key=lambda failure: (failure.at, failure.rank))
+    return sorted(found, key=lambda failure: (failure.at, failure.by))
 
 
-def explain(folder: Path, *, stages: Sequence[int], summary: str, code: int) -> tuple[str, int]:
-    """The one line that says why the run failed, and the exit code.
+def explain(folder: Path, *, stages: Sequence[Sequence[int]], host: str, summary: str, code: int) -> Failure:
+    """Why the run failed, from what the ranks left in the folder.
 
-    `stages` is each rank's stage, `summary` what torchrun said, `code` how it ended.
+    `stages` are each rank's, `summary` is what torchrun said, `code` how it ended. A rank that failed of itself
+    comes before those that lost it, and what torchrun knows of a rank's end before what others could see of it.
     """
-
-    def located(rank: int) -> str:
-        stage = stages[rank] if rank < len(stages) else rank
-        return f"rank {rank}, stage {stage}, {_progress(folder, rank)}"
-
-    failures = read_failures(folder)
-    signals = _killed(summary)
+    failures, signals = read_failures(folder), _killed(summary)
     own = next((failure for failure in failures if not failure.lost), None)
     if own is not None:
-        return own.reason if own.whole else f"{located(own.rank)}: {own.reason}", own.code
-    # A rank that lost its neighbour ends too and is then lost by the next: the first one lost began it.
-    noticed = next((failure for failure in failures if failure.lost_rank is not None), None)
-    if noticed is not None and noticed.lost_rank is not None:
-        rank = noticed.lost_rank
-        what = (
-            f"was killed by {signals[rank]}" if rank in signals else noticed.reason.removeprefix(f"rank {rank} ")
-        )
-        by = f"rank {noticed.rank} noticed at {_progress(folder, noticed.rank)}"
-        return f"{located(rank)}: {what}; {by}", 1
+        return own
+    if failures:
+        first = failures[0]
+        if first.rank not in signals or first.table:
+            return first
+        noticed = f"was killed by {signals[first.rank]}; rank {first.by} noticed"
+        return replace(first, reason=noticed)
     if signals:
         rank = min(signals)
-        return f"{located(rank)}: was killed by {signals[rank]}", 1
-    if failures:
-        return f"{located(failures[0].rank)}: {failures[0].reason}", 1
+        known = read_progress(progress_file(folder, rank))
+        at, stage = ("starting up", None) if known is None else known[:2]
+        own_stages = [stage] if stage is not None else stages[rank] if rank < len(stages) else ()
+        where = f"{located(None, rank, stages=own_stages, host=host)}, {at}"
+        return replace(_unseen(rank, where, f"was killed by {signals[rank]}"), lost=True)
     last = (summary.strip().splitlines() or ["it said nothing"])[-1]
-    return f"torchrun ended with code {code}: {last[:300]}", 1
+    return _unseen(0, "", f"torchrun ended with code {code}: {last[:300]}")
+
+
+def _unseen(rank: int, where: str, reason: str) -> Failure:
+    return Failure(rank=rank, by=rank, where=where, reason=reason, at=time.time())
 
 
 def _killed(summary: str) -> dict[int, str]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bapipe.files import content_hash
 from bapipe.plan import Plan
-from bapipe.run_record import CheckRecord, EventRecord, RunEnvironment, RunRecord, StepRecord, TransferRecord
+from bapipe.run_record import (
+    CheckRecord,
+    EventRecord,
+    MemorySource,
+    RunEnvironment,
+    RunRecord,
+    StepRecord,
+    TransferRecord,
+)
 
 __all__ = ["RankReport", "make_record", "median_step"]
 
@@ -18,16 +26,29 @@ class RankReport:
     """What one rank has to say after a run; times are of the recorded step and in rank 0's clock."""
 
     rank: int
-    stage: int
+    stage: int | None = None
+    """its stage, where `peak_live` is one number"""
     host: str
     events: tuple[tuple[str, float, float], ...]
-    """action, start and end"""
+    """action, start and end; of an all-reduce its end counts, and the end of the stage's last backward"""
     sent: dict[str, tuple[int, float]]
     """action -> the rank its result went to, and when"""
     arrived: dict[str, float]
     """action of a neighbour -> when its result was in hand"""
-    peak_live: int
+    peak_live: Mapping[int, int] | int
+    """stage -> most micro-batches live at once, or that of `stage`, its only one"""
     peak_memory: int | None
+    memory_source: MemorySource | None = None
+    """what `peak_memory` counts; None: resident on a CPU, allocated on any other device"""
+    device: str = "cpu"
+    """what it computed on: `cpu`, `cuda`, or the name that the GPU gives itself"""
+
+    def live_by_stage(self) -> Mapping[int, int]:
+        """Stage -> most micro-batches live at once on this rank."""
+        if not isinstance(self.peak_live, int):
+            return self.peak_live
+        assert self.stage is not None, "one number of live micro-batches needs the stage it is of"
+        return {self.stage: self.peak_live}
 
 
 def median_step(steps: Sequence[StepRecord]) -> int:
@@ -41,14 +62,16 @@ def make_record(
     reports: Sequence[RankReport],
     *,
     steps: Sequence[tuple[float, float]],
+    first_step: int = 0,
     recorded_step: int,
     torch_version: str,
     python_version: str,
     backend: str,
     threads: int,
     check: CheckRecord | None,
+    transport: str | None = None,
 ) -> RunRecord:
-    """The record of a run. `steps` are loss and seconds of each step."""
+    """The record of a run. `steps` are loss and seconds of each, from `first_step` on; `transport` carried all."""
     ranks = sorted(reports, key=lambda report: report.rank)
     zero = min(start for report in ranks for _, start, _ in report.events)
 
@@ -57,7 +80,10 @@ def make_record(
         return round(at - zero, 9)
 
     arrived = {action: at for report in ranks for action, at in report.arrived.items()}
-    live = {report.stage: report.peak_live for report in ranks}
+    live: dict[int, int] = {}
+    for report in ranks:
+        for stage, count in report.live_by_stage().items():
+            live[stage] = max(count, live.get(stage, 0))
     return RunRecord(
         model=plan.model,
         plan_hash=content_hash(plan),
@@ -67,11 +93,13 @@ def make_record(
             hosts=tuple(report.host for report in ranks),
             backend=backend,
             threads=threads,
+            devices=tuple(report.device for report in ranks),
+            transport=transport,
         ),
         world_size=len(ranks),
         steps=tuple(
             StepRecord(step=step, loss=loss if math.isfinite(loss) else None, seconds=round(seconds, 9))
-            for step, (loss, seconds) in enumerate(steps)
+            for step, (loss, seconds) in enumerate(steps, first_step)
         ),
         recorded_step=recorded_step,
         events=tuple(
@@ -86,5 +114,8 @@ def make_record(
         ),
         peak_live=tuple(live[stage] for stage in sorted(live)),
         peak_memory=tuple(report.peak_memory for report in ranks),
+        memory_source=tuple(
+            report.memory_source or ("resident" if report.device == "cpu" else "allocated") for report in ranks
+        ),
         check=check,
     )

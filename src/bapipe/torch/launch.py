@@ -4,20 +4,64 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from bapipe.errors import BaPipeError
 from bapipe.plan import read_plan
-from bapipe.torch.failure import explain
-from bapipe.torch.support import runnable_schedule, stage_of, threads_per_rank
+from bapipe.torch.failure import Failure, explain
+from bapipe.torch.saving import Saving
+from bapipe.torch.support import runnable_schedule, threads_per_rank
 
-__all__ = ["launch"]
+__all__ = ["attempt", "check_run", "launch", "print_line", "start_script", "worker_arguments"]
 
 _MARK = "\x1f"
 """torchrun puts this before what a rank writes on standard error, to tell it from what torchrun itself writes"""
+
+
+def check_run(plan_path: str | Path, *, steps: int, timeout: float, tensorboard: str | Path | None) -> None:
+    """Refuse, before any process starts, what cannot be run."""
+    if importlib.util.find_spec("torch") is None:
+        raise BaPipeError("running a plan needs torch, which is not installed; pip install 'bapipe[torch]'")
+    runnable_schedule(read_plan(plan_path))
+    if steps < 1:
+        raise BaPipeError(f"a run needs at least 1 step, got {steps}; raise --steps")
+    if not timeout > 0:
+        raise BaPipeError(f"the timeout must be more than 0 s, got {timeout:g}; raise --timeout")
+    if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+        raise BaPipeError("--tensorboard needs tensorboard, which is not installed; pip install tensorboard")
+
+
+def worker_arguments(
+    plan_path: str | Path,
+    *,
+    steps: int = 3,
+    out: str | Path | None = None,
+    check: bool = False,
+    seed: int = 0,
+    learning_rate: float = 0.01,
+    timeout: float = 300.0,
+    data: str = "synthetic",
+    transport: str = "auto",
+    device: str | None = None,
+    vertical_sync: bool = False,
+    as_json: bool = False,
+    tensorboard: str | Path | None = None,
+    saving: Saving | None = None,
+) -> list[str]:
+    """What torchrun is given to start a rank of this run."""
+    arguments = ["-m", "bapipe.torch.worker", str(plan_path), "--steps", str(steps), "--seed", str(seed)]
+    arguments += ["--learning-rate", str(learning_rate), "--timeout", f"{timeout:g}"]
+    arguments += ["--data", data, "--transport", transport]
+    flags = {"check": check, "vertical-sync": vertical_sync, "json": as_json}
+    arguments += [f"--{name}" for name, wanted in flags.items() if wanted]
+    for name, value in (("device", device), ("out", out), ("tensorboard", tensorboard)):
+        arguments += [] if value is None else [f"--{name}", str(value)]
+    return arguments + ([] if saving is None else saving.arguments())
 
 
 def launch(
@@ -29,58 +73,97 @@ def launch(
     seed: int = 0,
     learning_rate: float = 0.01,
     timeout: float = 300.0,
+    data: str = "synthetic",
+    transport: str = "auto",
+    device: str | None = None,
+    vertical_sync: bool = False,
+    as_json: bool = False,
+    tensorboard: str | Path | None = None,
+    saving: Saving | None = None,
+    restarts: int = 0,
 ) -> int:
     """Run the plan and return the exit code: 0, 1 where a rank or the check failed, 2 where input was refused.
 
     The ranks' output goes to this process's own. What makes the run fail is printed on standard error as one line
-    that names rank, stage and action. All ranks run on this machine, whatever nodes the cluster has.
+    that names rank, host, stage and action; of a rank that does not answer, with what every rank was at. All ranks
+    run on this machine, whatever nodes the cluster has. With `restarts` all ranks are started again, so many times
+    at most, when one fails; they go on from the last checkpoint.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise BaPipeError("running a plan needs torch, which is not installed; pip install 'bapipe[torch]'")
-    plan = read_plan(plan_path)
-    schedule = runnable_schedule(plan)
-    if steps < 1:
-        raise BaPipeError(f"a run needs at least 1 step, got {steps}; raise --steps")
-    if not timeout > 0:
-        raise BaPipeError(f"the timeout must be more than 0 s, got {timeout:g}; raise --timeout")
+    check_run(plan_path, steps=steps, timeout=timeout, tensorboard=tensorboard)
     if out is not None and not Path(out).resolve().parent.is_dir():
         raise BaPipeError(f"{out} is in a folder that does not exist; make it first")
+    if saving is not None:
+        saving.check(comparing=check)
+        if not runnable_schedule(read_plan(plan_path)).flushes:
+            raise BaPipeError(
+                "a pipedream run keeps several versions of its weights, which are not saved; leave "
+                "--checkpoint out"
+            )
+    arguments = worker_arguments(
+        plan_path,
+        steps=steps,
+        out=out,
+        check=check,
+        seed=seed,
+        learning_rate=learning_rate,
+        timeout=timeout,
+        data=data,
+        transport=transport,
+        device=device,
+        vertical_sync=vertical_sync,
+        as_json=as_json,
+        tensorboard=tensorboard,
+        saving=saving,
+    )
+    failure = attempt(plan_path, arguments, restarts=restarts)
+    if failure is None:
+        return 0
+    print_line(failure)
+    return failure.code
+
+
+def attempt(plan_path: str | Path, arguments: Sequence[str], *, restarts: int = 0) -> Failure | None:
+    """Start the ranks of a plan with these arguments and wait; why it failed, or None."""
+    schedule = runnable_schedule(read_plan(plan_path))
     ranks = schedule.num_ranks
     with tempfile.TemporaryDirectory(prefix="bapipe-run-") as folder:
-        worker = ["-m", "bapipe.torch.worker", str(plan_path), "--steps", str(steps), "--seed", str(seed)]
-        worker += ["--learning-rate", str(learning_rate), "--timeout", str(timeout), "--progress", folder]
-        worker += ["--check"] if check else []
-        worker += [] if out is None else ["--out", str(out)]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        torchrun += [
-            "--nproc-per-node",
-            str(ranks),
-            "--monitor-interval",
-            "0.5",
-            "--tee",
-            "2",
-            "--log-dir",
-            folder,
-        ]
-        code, summary = _run([*torchrun, *worker], _environment(ranks))
+        logs = ["--tee", "2", "--log-dir", folder]
+        logs += ["--max-restarts", str(restarts)] if restarts else []
+        code, summary = _run([*_torchrun(ranks), *logs, *arguments, "--notes", folder], _environment(ranks))
         if code == 0:
-            return 0
-        stages = [stage_of(schedule, rank) for rank in range(ranks)]
-        line, code = explain(Path(folder), stages=stages, summary=summary, code=code)
-    print(f"bapipe: {line}", file=sys.stderr)
-    return code
+            return None
+        stages = [schedule.stages_of(rank) for rank in range(ranks)]
+        return explain(Path(folder), stages=stages, host=socket.gethostname(), summary=summary, code=code)
+
+
+def print_line(failure: Failure) -> None:
+    """Why a run failed, on standard error."""
+    print(f"bapipe: {failure.line}", file=sys.stderr)
+    if failure.table:
+        print(failure.table, file=sys.stderr)
+
+
+def start_script(ranks: int, program: Sequence[str]) -> int:
+    """Start a user's own script on this machine, one process per rank, and return torchrun's exit code."""
+    if not Path(program[0]).is_file():
+        raise BaPipeError(f"there is no script {program[0]}; check the path")
+    return subprocess.run([*_torchrun(ranks), *program], env=_environment(ranks), check=False).returncode
+
+
+def _torchrun(ranks: int) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [*command, "--nproc-per-node", str(ranks), "--monitor-interval", "0.5"]
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    ours = {
-        "OMP_NUM_THREADS": str(threads_per_rank(ranks)),
-    }
+    ours = {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
     if sys.platform == "linux":
         ours["GLOO_SOCKET_IFNAME"] = "lo"
-    return {**ours, **os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{_MARK}rank ${{rank}}: "}
+    inherited = {name: value for name, value in os.environ.items() if name != "BAPIPE_NODE"}
+    return {**ours, **inherited, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{_MARK}rank ${{rank}}: "}
 
 
-def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
     """Run torchrun to its end; what ranks write on standard error is passed on, what torchrun writes returned."""
     own: list[str] = []
     with subprocess.Popen(

@@ -8,15 +8,18 @@ from bapipe.errors import BaPipeError
 from bapipe.plan import Plan
 from bapipe.schedule.actions import Kind, Lane, Schedule
 from bapipe.schedule.check import require_valid
+from bapipe.schedule.orders import capped
 
-__all__ = ["lane_of", "microbatch_sizes", "runnable_schedule", "stage_of", "threads_per_rank"]
+__all__ = ["compute_lane", "microbatch_sizes", "runnable_schedule", "threads_per_rank"]
 
 
-def runnable_schedule(plan: Plan) -> Schedule:
+def runnable_schedule(plan: Plan, *, flushes: bool | None = None) -> Schedule:
     """The plan's schedule, if the runtime can run it.
 
-    It runs one stage per rank with one lane each, of forwards and backwards over a chain of whole layers, and
-    updates once all backwards are done. Whatever else is refused here; so is an order that would wait for ever.
+    It runs forwards, backwards (whole, or errors and weight gradients apart) and recomputation in one lane per
+    rank over a chain of layers, several stages on a rank and several replicas of a stage if there are, and updates
+    once all gradients are there; and PipeDream's order, which updates while it runs. Whatever else is refused
+    here; so is an order that would wait for ever. `flushes` says which of the two kinds is wanted; None: either.
     """
     if plan.model.ref is None:
         raise BaPipeError(
@@ -24,41 +27,62 @@ def runnable_schedule(plan: Plan) -> Schedule:
             "set model.ref of its profile to package.module:function and plan again"
         )
     schedule = plan.schedule.to_schedule()
-    if not schedule.flushes:
-        raise BaPipeError(f"{schedule.name} updates while it runs, which cannot be run yet; plan with 1f1b-so")
+    if flushes is not None and flushes != schedule.flushes:
+        raise BaPipeError(
+            f"{schedule.name} waits for every mini-batch to end; train it with Pipeline, or plan with pipedream"
+            if schedule.flushes
+            else f"{schedule.name} updates while it runs; train it with PipeDream, or plan with 1f1b-so"
+        )
     for index, (stage, ranks) in enumerate(zip(plan.stages, schedule.placement, strict=True)):
-        if len(ranks) != 1 or len(stage.accelerators) != 1:
-            raise BaPipeError(f"stage {index} has replicas, which cannot be run yet; plan without --replicas")
-        if stage.fractions or stage.recompute:
-            what = "parts of layers" if stage.fractions else "recomputation"
-            raise BaPipeError(f"stage {index} has {what}, which cannot be run yet; plan without")
+        if len(ranks) != len(stage.accelerators):
+            raise BaPipeError(
+                f"stage {index} has {len(stage.accelerators)} accelerators but {len(ranks)} ranks; plan again"
+            )
+        again = any(((lane.kinds == Kind.R) & (lane.stages == index)).any() for lane in schedule.lanes)
+        if again != stage.recompute:
+            told, order = ("recomputes", "no R") if stage.recompute else ("does not recompute", "R all the same")
+            raise BaPipeError(f"the plan says that stage {index} {told}, but its order has {order}; plan again")
     for rank in range(schedule.num_ranks):
         _check_lanes(schedule, rank)
     _check_layers(plan)
     microbatch_sizes(plan)
     require_valid(schedule)
+    if not schedule.flushes:
+        _check_endless(schedule)
     return schedule
 
 
-def _check_lanes(schedule: Schedule, rank: int) -> None:
-    lanes = [lane for lane in schedule.lanes if lane.rank == rank]
-    stages = schedule.stages_of(rank)
-    if len(lanes) != 1 or len(stages) != 1:
+def _check_endless(schedule: Schedule) -> None:
+    """An order that goes on for ever is known by its caps alone: 1F1B on straight stages."""
+    N, M = schedule.num_stages, schedule.num_microbatches
+    if schedule.placement != tuple((rank,) for rank in range(N)):
         raise BaPipeError(
-            f"rank {rank} has {len(stages)} stages on {len(lanes)} lanes, which cannot be run yet; "
+            f"{schedule.name} runs one stage on each rank without replicas; plan with --schedule pipedream"
+        )
+    if schedule.caps is None or schedule.lanes != capped(N, M, schedule.caps).lanes:
+        raise BaPipeError(
+            f"{schedule.name} never flushes, which can be run in 1F1B's order only; plan with --schedule pipedream"
+        )
+
+
+def _check_lanes(schedule: Schedule, rank: int) -> None:
+    computing = [lane for lane in schedule.lanes if lane.rank == rank and lane.name != "all-reduce"]
+    if len(computing) != 1:
+        raise BaPipeError(
+            f"rank {rank} computes on {len(computing)} lanes at once, which only an FPGA does; "
             "plan with 1f1b-sno, 1f1b-so, 1f1b or gpipe"
         )
-    actions = list(lanes[0])
-    for position, action in enumerate(actions):
-        if action.kind == Kind.U and position + 1 < len(actions):
-            raise BaPipeError(f"rank {rank}: {action} is not its last action, which cannot be run yet; move it")
-        if action.kind not in (Kind.F, Kind.B, Kind.U):
-            raise BaPipeError(
-                f"rank {rank}: action {action} cannot be run yet; plan with 1f1b-sno, 1f1b-so, 1f1b or gpipe"
-            )
+    updated = False
+    for action in computing[0]:
+        if updated and action.kind != Kind.U:
+            raise BaPipeError(f"rank {rank}: {action} follows an update, which cannot be run yet; move it")
+        updated = action.kind == Kind.U
+        if action.kind == Kind.A:
+            raise BaPipeError(f"rank {rank}: {action} belongs on the all-reduce lane; move it there")
 
 
 def _check_layers(plan: Plan) -> None:
+    """Stages follow one another, and only a layer that is split between them is in both."""
     expected = 0
     for index, stage in enumerate(plan.stages):
         count = stage.last_layer - stage.first_layer + 1
@@ -67,7 +91,8 @@ def _check_layers(plan: Plan) -> None:
                 f"stage {index} has layers {stage.first_layer} to {stage.last_layer} and "
                 f"{len(stage.layers)} names where layer {expected} is next; plan again"
             )
-        expected = stage.last_layer + 1
+        goes_on = any(part.layer == stage.last_layer and part.stop < part.of for part in stage.fractions)
+        expected = stage.last_layer + (0 if goes_on else 1)
 
 
 def microbatch_sizes(plan: Plan) -> tuple[int, ...]:
@@ -85,14 +110,9 @@ def microbatch_sizes(plan: Plan) -> tuple[int, ...]:
     return (*[size] * (count - 1), last)
 
 
-def lane_of(schedule: Schedule, rank: int) -> Lane:
-    """The one lane of a rank."""
-    return next(lane for lane in schedule.lanes if lane.rank == rank)
-
-
-def stage_of(schedule: Schedule, rank: int) -> int:
-    """The one stage of a rank."""
-    return schedule.stages_of(rank)[0]
+def compute_lane(schedule: Schedule, rank: int) -> Lane:
+    """The lane of a rank that computes; it may have another for the all-reduce."""
+    return next(lane for lane in schedule.lanes if lane.rank == rank and lane.name != "all-reduce")
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -1,36 +1,41 @@
-"""A whole run on one rank: build, keep one stage, train some mini-batches, and tell rank 0 how it went."""
+"""A whole run on one rank: build, keep its stages, train some mini-batches, and tell rank 0 how it went."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from bapipe.plan import Plan
 from bapipe.run_record import CheckRecord, RunRecord, StepRecord
-from bapipe.torch.build import BuiltModel, build_model, make_optimizer
-from bapipe.torch.check import Gradients, compare_gradients, gradients
-from bapipe.torch.executor import StageExecutor, StepTrace, actions_of, connect
-from bapipe.torch.failure import Progress
+from bapipe.torch.build import build_model, make_optimizer
+from bapipe.torch.capture.stages import Slice
+from bapipe.torch.check import Gradients, compare_gradients, gradients, joined
+from bapipe.torch.checkpoint_folder import CheckpointError
+from bapipe.torch.clocks import clock_offset, gathered, machine_name, sum_over_ranks
+from bapipe.torch.data import batches_for
+from bapipe.torch.executor import RankTrace
 from bapipe.torch.gather import RankReport, make_record, median_step
-from bapipe.torch.split import boundaries, check_model, stage_module
-from bapipe.torch.support import lane_of, microbatch_sizes, runnable_schedule, stage_of
-from bapipe.torch.transport import clock_offset, guarded, sum_over_ranks
+from bapipe.torch.measure.environment import plain_fp32
+from bapipe.torch.pipeline import Pipeline
+from bapipe.torch.saving import Saving
+from bapipe.torch.support import microbatch_sizes
+from bapipe.torch.watch import Watch
 
-__all__ = ["Settings", "StageTraining", "train"]
+if TYPE_CHECKING:
+    from bapipe.torch.checkpoint import Checkpoints, Loaded
 
-T = TypeVar("T")
+__all__ = ["Settings", "Training", "peak_memory", "train"]
+
 _KEPT_STEPS = 9
 """of the last so many steps the one of median time is recorded"""
 
@@ -44,134 +49,196 @@ class Settings:
     seed: int = 0
     """of the weights; mini-batch s is made with seed + 1 + s"""
     learning_rate: float = 0.01
+    data: str = "synthetic"
+    """synthetic: the model's own make_batch; digits: scikit-learn's"""
+    transport: str = "auto"
+    device: str | None = None
+    """cpu or cuda; None: what the plan has for each rank"""
+    timeout: float = 300.0
+    """seconds that a silent rank is waited for"""
     check: bool = False
     """whether to compare with the same training in one process; every step's gradients are kept for it"""
     folders: tuple[Path, ...] = ()
     """where to look for the model's code first"""
+    vertical_sync: bool = False
+    """of a PipeDream plan: whether all stages use the version of the weights that stage 0 has"""
+    saving: Saving | None = None
+    """None: the run is not saved"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageTraining:
-    """This rank's stage, ready for its first step."""
+class Training:
+    """This rank's part of a run, ready for its first step."""
 
-    plan: Plan
-    settings: Settings
-    stage: int
-    sizes: tuple[int, ...]
-    """samples of each micro-batch"""
-    built: BuiltModel
-    """its module is this rank's stage alone"""
-    executor: StageExecutor
-
-    @classmethod
-    def prepare(cls, plan: Plan, settings: Settings, *, rank: int, progress: Progress) -> StageTraining:
-        """Build the model, keep this rank's stage of it, and connect it to its neighbours."""
-        schedule = runnable_schedule(plan)
-        stage, sizes = stage_of(schedule, rank), microbatch_sizes(plan)
-        whole = build_model(plan.model, folders=settings.folders, seed=settings.seed)
-        check_model(whole.module, plan.model, plan.stages)
-        shapes = boundaries(whole.module, whole.args, whole.kwargs, sizes=sizes)
-        own = plan.stages[stage]
-        built = dataclasses.replace(whole, module=stage_module(whole.module, own))
-        links = connect(
-            schedule,
-            stage,
-            received=[shapes[size][own.first_layer - 1] for size in sizes] if stage > 0 else [],
-            produced=[shapes[size][own.last_layer] for size in sizes],
+    def __init__(self, plan: Plan, settings: Settings, *, watch: Watch | None = None) -> None:
+        plain_fp32(plan.dtype)
+        built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
+        self.pipe = Pipeline(
+            lambda: (built.module, built.args, built.kwargs),
+            plan,
+            built.loss,
+            seed=None,
+            transport=settings.transport,
+            device=settings.device,
+            timeout=settings.timeout,
+            watch=watch,
         )
-        executor = StageExecutor(
-            built.module,
-            actions_of(lane_of(schedule, rank)),
-            links,
-            rank=rank,
-            weights=[size / plan.minibatch for size in sizes],
-            loss=built.loss,
-            optimizer=make_optimizer(plan.optimizer, built.module, rate=settings.learning_rate),
-            on_action=lambda action: progress.note(f"action {action} of step {progress.step}"),
-        )
-        return cls(plan=plan, settings=settings, stage=stage, sizes=sizes, built=built, executor=executor)
+        self.batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
+        self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=settings.learning_rate)
+        self.loaded: Loaded | None = None
+        """where the run goes on from"""
+        self._saving = saving = settings.saving
+        self._checkpoints: Checkpoints | None = None
+        if saving is not None:
+            # torch.distributed.checkpoint takes seconds to import.
+            from bapipe.torch.checkpoint import Checkpoints
 
-    @property
-    def module(self) -> nn.Module:
-        return self.built.module
+            self._checkpoints = Checkpoints(
+                self.pipe,
+                saving.folder,
+                optimizer=self._optimizer,
+                keep=saving.keep,
+                asynchronous=saving.asynchronous,
+            )
+            self.loaded = self._checkpoints.load() if saving.resume else None
 
-    def microbatches(self, step: int) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
-        """Inputs and targets of a step's micro-batches, for the stages that need them."""
-        first, last = self.stage == 0, self.stage == len(self.plan.stages) - 1
-        if not first and not last:
-            return None, None
-        data, target = _batch(self.built, self.plan, self.settings, step)
-        sizes = list(self.sizes)
-        return torch.split(data, sizes) if first else None, torch.split(target, sizes) if last else None
+    def save(self, *, is_last: bool) -> None:
+        """Save what is trained, where it is time to."""
+        if self._checkpoints is None or self._saving is None:
+            return
+        if is_last or self.pipe.steps % self._saving.every == 0:
+            self._checkpoints.save(data=self.pipe.steps)
 
+    def close(self) -> str | None:
+        """Wait for the last checkpoint; returns why it could not be written."""
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            self.pipe.close()
+        return None
 
-def _batch(built: BuiltModel, plan: Plan, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
-    return built.batch(settings.seed + 1 + step, plan.minibatch)
+    def step(self, batch: tuple[Any, Any]) -> tuple[float, RankTrace]:
+        """One mini-batch and its update; gradients stay until the next."""
+        pipe = self.pipe
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        loss = pipe.step(*batch)
+        assert pipe.trace is not None
+        if self._optimizer is None:
+            return loss, pipe.trace
+        clock = pipe.clock
+        start = clock.mark()
+        self._optimizer.step()
+        start, end = clock.times([start, clock.mark()])
+        labels = [f"{stage}U" for stage in pipe.stages]
+        # The optimizer updates all stages of the rank at once; each gets an equal part of that time.
+        part = (end - start) / len(labels)
+        updates = [(label, start + i * part, start + (i + 1) * part) for i, label in enumerate(labels)]
+        return loss, replace(pipe.trace, events=(*pipe.trace.events, *updates))
 
 
 def train(
     plan: Plan,
     settings: Settings,
     *,
-    progress: Progress,
-    on_step: Callable[[StepRecord], None] | None = None,
+    watch: Watch | None = None,
+    on_step: Callable[[StepRecord, float], None] | None = None,
+    on_load: Callable[[Loaded], None] | None = None,
+    on_unsaved: Callable[[str], None] | None = None,
 ) -> RunRecord | None:
     """Run the plan in the process group that is there; rank 0 returns the record, the others None.
 
-    `on_step` is called on rank 0 after every step.
+    `on_step` is called on rank 0 after every step, with its bubble: the share of all ranks' time without compute;
+    `on_load` on rank 0 before the first step of a run that goes on from a checkpoint. Where that checkpoint is of
+    the last step already, nothing is trained and there is no record. `on_unsaved` is called on every rank if the
+    last checkpoint could not be written, with the reason.
     """
-    rank = dist.get_rank()
-    training = StageTraining.prepare(plan, settings, rank=rank, progress=progress)
-    offset = clock_offset(_machine())
-    traces: deque[StepTrace] = deque(maxlen=_KEPT_STEPS)
+    if settings.saving is not None:
+        settings.saving.check()
+    training = Training(plan, settings, watch=watch)
+    if training.loaded is not None and on_load is not None and dist.get_rank() == 0:
+        on_load(training.loaded)
+    with training.pipe.watch.guard():
+        trained = training.pipe.steps >= settings.steps
+        record = None if trained else _train(plan, settings, training, on_step)
+    unsaved = training.close()
+    if unsaved is not None and on_unsaved is not None:
+        on_unsaved(unsaved)
+    return record
+
+
+def _train(
+    plan: Plan, settings: Settings, training: Training, on_step: Callable[[StepRecord, float], None] | None
+) -> RunRecord | None:
+    pipe, rank = training.pipe, dist.get_rank()
+    meeting = pipe.watch.meeting
+    offset = clock_offset(machine_name())
+    traces: deque[RankTrace] = deque(maxlen=_KEPT_STEPS)
     steps: list[tuple[float, float]] = []
     kept: list[Gradients] = []
-    peak_live = 0
-    for step in range(settings.steps):
-        progress.begin(step)
-        inputs, targets = training.microbatches(step)
-        sum_over_ranks(0.0)
+    live = dict.fromkeys(pipe.stages, 0)
+    first_step = pipe.steps
+    checking = settings.check and first_step == 0
+    for step in range(first_step, settings.steps):
+        batch = training.batches(step)
+        pipe.watch.progress.begin(step)
+        with meeting("ready"):
+            sum_over_ranks(0.0)
         start = time.perf_counter()
-        trace = training.executor.run_step(inputs, targets)
-        loss = sum_over_ranks(trace.loss)
+        loss, trace = training.step(batch)
+        with meeting("done"):
+            busy = sum_over_ranks(_busy(trace))
         steps.append((loss, time.perf_counter() - start))
         traces.append(trace)
-        peak_live = max(peak_live, trace.peak_live)
-        if settings.check:
-            kept.append(gradients(training.module))
+        live = {stage: max(count, trace.peak_live[stage]) for stage, count in live.items()}
+        if checking:
+            kept.append(gradients(pipe.named_parameters()))
         if on_step is not None and rank == 0:
-            on_step(StepRecord(step=step, loss=loss, seconds=steps[-1][1]))
-    progress.note("after the last step")
+            seconds = steps[-1][1]
+            bubble = max(0.0, 1 - busy / (dist.get_world_size() * seconds))
+            on_step(StepRecord(step=step, loss=loss, seconds=seconds), bubble)
+        training.save(is_last=step == settings.steps - 1)
+    pipe.watch.progress.note("gathering what every rank recorded")
 
     first = len(steps) - len(traces)
     recorded = int(sum_over_ranks(_median(steps, first) if rank == 0 else 0.0))
     trace = traces[recorded - first]
-    reports = _gathered(
+    reports = gathered(
         RankReport(
             rank=rank,
-            stage=training.stage,
             host=socket.gethostname(),
+            device=pipe.device.type,
             events=tuple((action, start - offset, end - offset) for action, start, end in trace.events),
             sent={action: (peer, at - offset) for action, (peer, at) in trace.sent.items()},
             arrived={action: at - offset for action, at in trace.arrived.items()},
-            peak_live=peak_live,
-            peak_memory=_peak_memory(),
+            peak_live=live,
+            peak_memory=peak_memory(pipe.device),
         )
     )
-    found = _gathered(kept) if settings.check else None
+    parts = {name: part for name, _, part in pipe.held() if part is not None}
+    found = gathered((kept, parts)) if checking else None
     if rank != 0:
         return None
     return make_record(
         plan,
         reports,
         steps=steps,
-        recorded_step=recorded,
+        first_step=first_step,
+        recorded_step=first_step + recorded,
         torch_version=torch.__version__,
         python_version=platform.python_version(),
         backend=dist.get_backend(),
+        transport=pipe.transport,
         threads=torch.get_num_threads(),
         check=None if found is None else _check(plan, settings, found, [loss for loss, _ in steps]),
     )
+
+
+def _busy(trace: RankTrace) -> float:
+    """Seconds in which a rank computed; an all-reduce is no compute."""
+    return sum(end - start for action, start, end in trace.events if not action.endswith("A"))
 
 
 def _median(steps: list[tuple[float, float]], first: int) -> int:
@@ -180,42 +247,29 @@ def _median(steps: list[tuple[float, float]], first: int) -> int:
     return median_step([StepRecord(step=step, loss=None, seconds=steps[step][1]) for step in usable])
 
 
-def _gathered(value: T) -> list[T]:
-    """Every rank's value on rank 0; elsewhere an empty list."""
-    rank = dist.get_rank()
-    values: list[T | None] | None = [None] * dist.get_world_size() if rank == 0 else None
-    with guarded(None):
-        dist.gather_object(value, values)
-    return [item for item in values or [] if item is not None]
-
-
-def _check(plan: Plan, settings: Settings, found: list[list[Gradients]], losses: list[float]) -> CheckRecord:
+def _check(
+    plan: Plan, settings: Settings, found: list[tuple[list[Gradients], dict[str, Slice]]], losses: list[float]
+) -> CheckRecord:
     """Compare with the same training in this process alone."""
-    built = build_model(plan.model, folders=settings.folders, seed=settings.seed)
-    joined = [
-        {name: value for rank in found for name, value in rank[step].items()} for step in range(settings.steps)
-    ]
+    built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
+    batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
     return compare_gradients(
-        built.module,
-        [_batch(built, plan, settings, step) for step in range(settings.steps)],
+        built,
+        [batches(step) for step in range(settings.steps)],
         sizes=microbatch_sizes(plan),
-        loss=built.loss,
-        optimizer=make_optimizer(plan.optimizer, built.module, rate=settings.learning_rate),
-        found=joined,
+        optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=settings.learning_rate),
+        found=[joined((kept[step], parts) for kept, parts in found) for step in range(settings.steps)],
         losses=losses,
     )
 
 
-def _machine() -> str:
-    """The same on all ranks that share a clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
+def peak_memory(device: torch.device) -> int | None:
+    """On CUDA the most bytes that torch had allocated; on the CPU the most that were resident in this process.
 
-
-def _peak_memory() -> int | None:
-    """Most bytes that were resident in this process. getrusage would count the parent's before exec, too."""
+    getrusage would count the parent's before exec, too.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     try:
         status = Path(f"/proc/{os.getpid()}/status").read_text(encoding="ascii")
     except OSError:

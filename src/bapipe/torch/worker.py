@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from bapipe.errors import BaPipeError
 from bapipe.plan import Plan, read_plan
-from bapipe.run_record import RunRecord, StepRecord, write_run
-from bapipe.torch.executor import ActionError, one_line
-from bapipe.torch.failure import Failure, Progress, write_failure
+from bapipe.run_record import RunRecord, write_run
+from bapipe.torch.blame import one_line
+from bapipe.torch.checkpoint_folder import CheckpointError
+from bapipe.torch.data import DATA
+from bapipe.torch.display import Display
+from bapipe.torch.failure import Failure, RunError, forget_failure, write_failure
+from bapipe.torch.join import join
+from bapipe.torch.leaving import print_failure
+from bapipe.torch.pipedream_train import train_pipedream
+from bapipe.torch.saving import Saving
+from bapipe.torch.status import Progress, progress_file
 from bapipe.torch.support import runnable_schedule, threads_per_rank
 from bapipe.torch.train import Settings, train
-from bapipe.torch.transport import LinkError
-from bapipe.units import format_seconds
+from bapipe.torch.transport import TRANSPORTS
+from bapipe.torch.watch import Watch
+
+if TYPE_CHECKING:
+    from bapipe.torch.checkpoint import Loaded
 
 __all__ = ["CheckError", "main", "run_worker"]
 
@@ -31,22 +42,33 @@ class CheckError(BaPipeError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this rank to its end; a failure is one line, on standard error or left for the launcher."""
+    """Run this rank to its end; why it failed is one line, on standard error or left for the launcher."""
     options = _options(argv)
     rank = int(os.environ.get("RANK", "0"))
-    progress = Progress(options.progress, rank)
+    progress = None if options.notes is None else Progress(progress_file(options.notes, rank))
+    if options.notes is not None:
+        forget_failure(options.notes, by=rank)
     try:
         run_worker(options, progress)
+    except RunError as error:
+        if not error.told:
+            _report(options, error.failure, rank)
+        return error.failure.code
     except Exception as error:
-        failure = _failure(error, rank)
-        if options.progress is not None:
-            write_failure(failure, options.progress)
-        else:
-            alone = failure.whole or isinstance(error, ActionError)
-            line = str(error) if alone else f"rank {rank}, {progress.current}: {failure.reason}"
-            print(f"bapipe: {line}", file=sys.stderr)
-        return failure.code
+        code = 2 if isinstance(error, BaPipeError) and not isinstance(error, (CheckError, CheckpointError)) else 1
+        rank = dist.get_rank() if dist.is_initialized() else rank
+        where = "" if isinstance(error, BaPipeError) else f"rank {rank}"
+        failure = Failure(rank=rank, by=rank, where=where, reason=one_line(error), code=code, at=time.time())
+        _report(options, failure, rank)
+        return code
     return 0
+
+
+def _report(options: argparse.Namespace, failure: Failure, rank: int) -> None:
+    if options.notes is None:
+        print_failure(failure, rank)
+    else:
+        write_failure(failure, options.notes, by=rank)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,52 +78,103 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another rank")
+    parser.add_argument("--data", choices=DATA, default="synthetic")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto")
+    parser.add_argument("--device", help="cpu or cuda; default: as planned")
     parser.add_argument("--out", type=Path, help="where to write run.json")
     parser.add_argument("--check", action="store_true", help="compare with training in one process")
-    parser.add_argument("--progress", type=Path, help="folder for the launcher's notes")
+    parser.add_argument("--vertical-sync", action="store_true", help="PipeDream: one version for all stages")
+    parser.add_argument("--json", action="store_true", help="a JSON object per step")
+    parser.add_argument("--tensorboard", type=Path, help="folder to write TensorBoard's events into")
+    parser.add_argument("--notes", type=Path, help="folder for the launcher's notes")
+    parser.add_argument("--code", type=Path, help="another folder to look for the model's code in")
+    parser.add_argument("--checkpoint", type=Path, help="folder to save the training into")
+    parser.add_argument("--every", type=int, default=1, help="steps between checkpoints")
+    parser.add_argument("--keep", type=int, default=2, help="checkpoints that stay")
+    parser.add_argument("--async", dest="asynchronous", action="store_true", help="write while training goes on")
+    parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
     return parser.parse_args(argv)
 
 
-def run_worker(options: argparse.Namespace, progress: Progress) -> None:
+def run_worker(options: argparse.Namespace, progress: Progress | None) -> None:
     """Join the process group, train, and on rank 0 say and write how it went."""
     plan = read_plan(options.plan)
-    world = _world_size(plan)
+    schedule = runnable_schedule(plan)
     if options.steps < 1:
         raise BaPipeError(f"a run needs at least 1 step, got {options.steps}; raise --steps")
-    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", world))))
+    rank = join(plan, options.timeout)
+    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", len(plan.ranks)))))
     settings = Settings(
         steps=options.steps,
         seed=options.seed,
         learning_rate=options.learning_rate,
+        data=options.data,
+        transport=options.transport,
+        device=options.device,
+        timeout=options.timeout,
         check=options.check,
-        folders=(options.plan.resolve().parent, Path.cwd()),
+        folders=(*([options.code] if options.code else []), options.plan.resolve().parent, Path.cwd()),
+        vertical_sync=options.vertical_sync,
+        saving=_saving(options),
     )
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
-    record = train(plan, settings, progress=progress, on_step=_print_step)
-    dist.destroy_process_group()
-    if record is not None:
-        _finish(record, options.out)
-
-
-def _world_size(plan: Plan) -> int:
-    runnable_schedule(plan)
-    needed, started = len(plan.ranks), int(os.environ.get("WORLD_SIZE", "1"))
-    if started != needed:
-        raise BaPipeError(
-            f"the plan needs {needed} ranks, torchrun started {started}; start it with --nproc-per-node {needed} "
-            "or use bapipe run"
+    watch = Watch(
+        [schedule.stages_of(number) for number in range(len(plan.ranks))],
+        timeout=options.timeout,
+        progress=progress,
+        report=lambda failure, by: _report(options, failure, by),
+    )
+    display = _display(plan, options) if rank == 0 else None
+    on_step = None if display is None else display.step
+    unsaved: list[str] = []
+    if schedule.flushes:
+        record = train(
+            plan,
+            settings,
+            watch=watch,
+            on_step=on_step,
+            on_load=None if display is None else lambda loaded: _loaded(loaded, options, display),
+            on_unsaved=unsaved.append,
         )
-    return needed
+    else:
+        record = train_pipedream(plan, settings, watch=watch, on_step=on_step)
+    dist.destroy_process_group()
+    if record is not None and display is not None:
+        display.close()
+        _finish(record, options.out, display)
+    if unsaved:
+        raise CheckpointError(f"all steps are trained, but {unsaved[0]}")
 
 
-def _print_step(step: StepRecord) -> None:
-    print(f"step {step.step}  loss {step.loss:.6f}  {format_seconds(step.seconds)}", flush=True)
+def _saving(options: argparse.Namespace) -> Saving | None:
+    """A rank that torchrun has started again goes on from the last checkpoint, whatever it was first told."""
+    if options.checkpoint is None:
+        return None
+    return Saving(
+        folder=options.checkpoint,
+        every=options.every,
+        keep=options.keep,
+        asynchronous=options.asynchronous,
+        resume=options.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+    )
 
 
-def _finish(record: RunRecord, out: Path | None) -> None:
+def _loaded(loaded: Loaded, options: argparse.Namespace, display: Display) -> None:
+    text = f"goes on from {loaded.path}, after {loaded.step} steps"
+    if loaded.step >= options.steps:
+        text = f"{loaded.path} has all {loaded.step} steps; nothing is left to train"
+    elif options.check:
+        text += "; gradients are not compared, as not all steps run here"
+    display.say(text, checkpoint=str(loaded.path), steps=loaded.step)
+
+
+def _display(plan: Plan, options: argparse.Namespace) -> Display:
+    return Display(plan, options.steps, as_json=options.json, tensorboard=options.tensorboard)
+
+
+def _finish(record: RunRecord, out: Path | None, display: Display) -> None:
     if out is not None:
         write_run(record, out)
-        print(f"wrote {out}", flush=True)
+        display.say(f"wrote {out}", wrote=str(out))
     check = record.check
     if check is None:
         return
@@ -111,22 +184,14 @@ def _finish(record: RunRecord, out: Path | None) -> None:
     )
     if not check.passed:
         raise CheckError(found)
-    print(found, flush=True)
-
-
-def _failure(error: Exception, rank: int) -> Failure:
-    cause = error.cause if isinstance(error, ActionError) else error
-    lost = isinstance(cause, LinkError)
-    # What an action raises belongs to that action, whoever made the mistake; any other BaPipeError stands alone.
-    whole = isinstance(error, BaPipeError) and not isinstance(error, (ActionError, LinkError))
-    return Failure(
-        rank=rank,
-        reason=one_line(cause),
-        whole=whole,
-        code=2 if whole and not isinstance(error, CheckError) else 1,
-        lost=lost,
-        lost_rank=cause.peer if isinstance(cause, LinkError) else None,
-        at=time.time(),
+    display.say(
+        found,
+        check={
+            "gradient_difference": check.gradient_difference,
+            "parameter": check.parameter,
+            "loss_difference": check.loss_difference,
+            "tolerance": check.tolerance,
+        },
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.files import content_hash
 from bapipe.model import Model
-from bapipe.torch.capture.cuts import Value
+from bapipe.torch.capture.cuts import Value, crossing, value_of
 from bapipe.torch.capture.describe import CapturedLayer, describe_layers, to_layer
 from bapipe.torch.capture.export import Examples, examples_of, export_module
 from bapipe.torch.capture.layers import Group, group_layers
 from bapipe.torch.capture.linearise import Program, linearise
+from bapipe.torch.capture.part_graph import partial_values
+from bapipe.torch.capture.parts import required_rule
 from bapipe.torch.capture.private import flatten, unflatten
 from bapipe.torch.capture.self_check import self_check
 from bapipe.torch.capture.stages import Stage, build_stage
@@ -70,23 +72,66 @@ class Captured:
             description=f"{title}, captured with {self.batch} samples",
         )
 
-    def crossing(self, layer: int) -> tuple[Value, ...]:
-        """Values that cross a cut after that layer."""
-        return self.layers[layer].sent
+    def crossing(self, layer: int, done: int | None = None) -> tuple[Value, ...]:
+        """Values that cross a cut after that layer, or after the first `done` channels of it."""
+        if done is None:
+            return self.layers[layer].sent
+        group = self.groups[layer]
+        rule = required_rule(self.program, group)
+        if done == rule.channels:
+            return self.layers[layer].sent
+        before = (value_of(self.program, node) for node in crossing(self.program, group.start))
+        return (*before, *partial_values(self.program, rule, done))
 
-    def stage(self, first: int, last: int, *, device: torch.device | None = None) -> Stage:
+    def held(self, layer: int, part: tuple[int, int] | None = None) -> tuple[frozenset[str], frozenset[str]]:
+        """Parameters that a stage with (a part of) the layer holds whole, and those it holds a slice of."""
+        names = frozenset(self.layers[layer].parameters)
+        if part is None:
+            return names, frozenset()
+        rule = required_rule(self.program, self.groups[layer])
+        sliced = {item for step in rule.steps.values() for item in step.slices if item in self.program.state}
+        own = names - {self.program.state[item] for item in sliced}
+        if rule.by == "directions":
+            weights: Any = rule.anchor.args[2]
+            each = len(weights) // 2
+            others = [item for index, item in enumerate(weights) if not part[0] <= index // each < part[1]]
+            own -= {self.program.state[item] for item in others}
+        return own, names & {self.program.state[item] for item in sliced}
+
+    def stage(
+        self,
+        first: int,
+        last: int,
+        *,
+        parts: Mapping[int, tuple[int, int]] | None = None,
+        store: dict[tuple[str, int, int], Tensor] | None = None,
+        device: torch.device | None = None,
+        training: bool = True,
+    ) -> Stage:
         """Layers `first` to `last` (included) as a module that runs alone; `StageSpec` says what goes in and out.
 
         Parameters and buffers are the model's own objects under the model's own names (of tied ones the first), so
         `fill_stage` fills a stage of a model that was captured without memory from the model's state. `device`
-        replaces the device that the trace has constants for; move the stage there too.
+        replaces the device that the trace has constants for; move the stage there too. Without `training` dropout
+        is off and batch-norm uses its running statistics.
+
+        `parts` says of which layers at its ends the stage has only channels start to stop (see `Layer.split`).
+        Such a stage has copies of slices of the weights; stages that are given the same `store` share them.
         """
         if not 0 <= first <= last < len(self.layers):
             raise BaPipeError(
                 f"a stage goes from layer 0 to {len(self.layers) - 1} at most, got {first} to {last}; correct it"
             )
-        steps = (self.groups[first].start, self.groups[last].stop)
-        return build_stage(self.program, self.module, steps=steps, layers=(first, last), device=device)
+        return build_stage(
+            self.program,
+            self.module,
+            layers=(first, last),
+            groups=self.groups,
+            parts=parts or {},
+            store={} if store is None else store,
+            device=device,
+            training=training,
+        )
 
     def input_leaves(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Any]:
         """Inputs of the model taken apart, as `Root.index` counts them."""

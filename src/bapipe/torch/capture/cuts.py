@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from bapipe.torch.capture.linearise import Program
 from bapipe.torch.capture.private import size_at
 
-__all__ = ["Cuts", "Value", "crossing", "find_cuts", "memory_order", "value_of"]
+__all__ = ["Cuts", "Value", "crossing", "dims_of", "find_cuts", "memory_order", "value_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +55,21 @@ class Value:
 def value_of(program: Program, node: fx.Node) -> Value:
     """Describe a node's tensor. Without a free batch, a first dimension that the batch divides counts samples."""
     tensor = node.meta["val"]
+    dims = dims_of(program, tensor)
+    ordered = tuple(dims[index] for index in memory_order(program, tensor))
+    return Value(name=node.name, dims=ordered, dtype=tensor.dtype, requires_grad=node in program.gradients)
+
+
+def dims_of(program: Program, tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """(a, b) of each dimension, which has a · samples + b entries."""
     batch = program.batch
     one, two = program.sizes(tensor, batch), program.sizes(tensor, 2 * batch)
     dims = []
-    for index in memory_order(program, tensor):
-        a, b = one[index], two[index]
+    for index, (a, b) in enumerate(zip(one, two, strict=True)):
         guessed = a // batch if index == 0 and a % batch == 0 else 0
         slope = (b - a) // batch if program.dynamic else guessed
         dims.append((slope, a - slope * batch))
-    return Value(name=node.name, dims=tuple(dims), dtype=tensor.dtype, requires_grad=node in program.gradients)
+    return tuple(dims)
 
 
 def memory_order(program: Program, tensor: Tensor) -> tuple[int, ...]:

@@ -15,25 +15,11 @@ from bapipe.torch.capture.cuts import Value, crossing, value_of
 from bapipe.torch.capture.flops import elements_written
 from bapipe.torch.capture.layers import Group
 from bapipe.torch.capture.linearise import Program
+from bapipe.torch.capture.parts import find_rule
 from bapipe.torch.capture.private import op_name
 
 __all__ = ["CapturedLayer", "describe_layers", "to_layer"]
 
-_CHANNELWISE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "relu", "relu_", "gelu", "silu", "silu_", "tanh", "tanh_", "sigmoid", "sigmoid_", "leaky_relu",
-        "leaky_relu_", "elu", "elu_", "hardtanh", "hardtanh_", "hardswish", "hardswish_", "mish", "softplus",
-        "dropout", "dropout_", "feature_dropout", "batch_norm", "instance_norm", "max_pool2d", "avg_pool2d",
-        "adaptive_avg_pool2d", "adaptive_max_pool2d", "add_", "add", "mul", "to", "clone", "flatten",
-    )
-)  # fmt: skip
-_LOSSES = frozenset(f"aten.{name}" for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "log_softmax"))
-_PLAIN = frozenset(
-    f"aten.{name}"
-    for name in ("to", "slice", "view", "reshape", "contiguous", "clone", "unsqueeze", "squeeze", "flatten", "pad",
-                 "select", "transpose", "_to_copy")
-)  # fmt: skip
 _KEEPS_OUTPUT = frozenset(
     f"aten.{name}"
     for name in ("relu", "relu_", "tanh", "sigmoid", "softmax", "log_softmax", "exp", "rsqrt", "sqrt",
@@ -117,7 +103,7 @@ def describe_layers(program: Program, module: nn.Module, groups: Sequence[Group]
                 / program.batch,
                 stash_elements=_stash(program, steps) / program.batch,
                 kernels=max(1, len(heavy)),
-                split=_split(program, anchors, steps),
+                split=_split(program, group),
                 conv=_conv(program, anchors),
                 batch=program.batch,
             )
@@ -169,36 +155,9 @@ def _kind(program: Program, anchors: Sequence[fx.Node], heavy: Sequence[fx.Node]
     return "block" if anchors else "other"
 
 
-def _split(program: Program, anchors: Sequence[fx.Node], steps: Sequence[fx.Node]) -> Split | None:
-    """How a layer of one weighted step (or of look-ups that are added) divides; None where channels mix."""
-    widths = {_shape(program, node.args[0])[1:] for node in anchors if op_name(node.target) == "aten.embedding"}
-    if not anchors or (len(anchors) != 1 and not (len(widths) == 1 and _only_look_ups(anchors))):
-        return None
-    anchor = anchors[0]
-    name = op_name(anchor.target).removeprefix("aten.")
-    channels, by = 0, "output channels"
-    followers = [op_name(node.target) for node in steps[steps.index(anchor) + 1 :]]
-    allowed = _CHANNELWISE | _PLAIN | {"operator.getitem", "aten.embedding"}
-    plain = all(item in allowed for item in followers)
-    if name == "lstm":
-        return Split(channels=2, by="directions") if anchor.args[7] is True and anchor.args[4] == 1 else None
-    weight = anchor.args[0] if name == "embedding" else anchor.args[1] if len(anchor.args) > 1 else None
-    shape = _shape(program, weight)
-    if name in ("linear", "conv2d") and shape:
-        channels = shape[0]
-        groups = anchor.args[6] if name == "conv2d" and len(anchor.args) > 6 else 1
-        if groups != 1:
-            return None
-        if name == "linear" and any(item in _LOSSES for item in followers):
-            by = "vocabulary"
-            plain = all(item in _CHANNELWISE or item in _PLAIN or item in _LOSSES for item in followers)
-    elif name == "embedding" and len(shape) == 2:
-        channels = shape[1]
-    return Split(channels=channels, by=by) if channels >= 2 and plain else None
-
-
-def _only_look_ups(anchors: Sequence[fx.Node]) -> bool:
-    return all(op_name(node.target) == "aten.embedding" for node in anchors)
+def _split(program: Program, group: Group) -> Split | None:
+    rule = find_rule(program, group)
+    return None if rule is None else Split(channels=rule.channels, by=rule.by)
 
 
 def _shape(program: Program, argument: Any) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ __all__ = [
     "Flat",
     "Placeholder",
     "TreeSpec",
+    "argument_names",
     "call_structure",
     "flatten",
     "function_classes",
@@ -64,6 +65,13 @@ def register_dataclasses(tree: Any) -> None:
             torch.export.register_dataclass(type(tree))
         for name in tree.__dataclass_fields__:
             register_dataclasses(getattr(tree, name, None))
+
+
+def argument_names(target: Any) -> tuple[str, ...]:
+    """The arguments of an operator by name, in order; () for what is no operator."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    return tuple(argument.name for argument in target._schema.arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

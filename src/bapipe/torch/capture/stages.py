@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.aliases import input_nodes
 from bapipe.torch.capture.cuts import Value, crossing, memory_order, value_of
-from bapipe.torch.capture.devices import moved_region, on_device
+from bapipe.torch.capture.devices import moved_region
+from bapipe.torch.capture.evaluation import evaluating_region
+from bapipe.torch.capture.layers import Group
 from bapipe.torch.capture.linearise import Program
-from bapipe.torch.capture.opaque import OpaqueCall
-from bapipe.torch.capture.private import is_symbolic, op_name, size_at
-from bapipe.torch.capture.rng import Position, seed_node, seed_whole
+from bapipe.torch.capture.part_graph import copy_part, partial_values
+from bapipe.torch.capture.parts import required_rule
+from bapipe.torch.capture.rng import Position
+from bapipe.torch.capture.stage_graph import StageGraph, copy_step, load, roots_of
 
-__all__ = ["Root", "Stage", "StageSpec", "build_stage", "fill_stage"]
+__all__ = ["Root", "Slice", "Stage", "StageSpec", "build_stage", "fill_stage"]
+
+_PLACE = re.compile(r'File "(?![^"]*/torch/)([^"]+)", line (\d+)')
+"""of the frames that the trace keeps of a node, those that are not torch's"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,18 @@ class StageSpec:
     """nodes without parameters (masks, positions, rotary) that this stage computes for itself"""
     random: tuple[int, ...]
     """numbers of the nodes that draw random numbers"""
+    whole: tuple[str, ...]
+    """paths of the modules that are kept whole, whose code runs anew every time"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A part of a weight: entries `start` to `start + size` of `of` along a dimension."""
+
+    dim: int
+    start: int
+    size: int
+    of: int
 
 
 class Stage(nn.Module):
@@ -69,6 +86,10 @@ class Stage(nn.Module):
         super().__init__()
         self.stage_spec = spec
         self.stage_source = source
+        self.stage_origins: dict[str, tuple[str, str]] = {}
+        """variable of the source -> the layer it is computed in, and the place in the model's code, if known"""
+        self.stage_slices: dict[str, Slice] = {}
+        """of which weights and buffers the stage has only a slice"""
         self.rng_position: Position | None = None
         self._stage_function = function
 
@@ -102,88 +123,128 @@ def fill_stage(stage: Stage, state: Mapping[str, Tensor], *, device: torch.devic
     return filled
 
 
-@dataclass(slots=True)
-class _Build:
-    """A stage's graph as it grows."""
-
-    program: Program
-    graph: fx.Graph
-    env: dict[fx.Node, Any]
-    received: tuple[fx.Node, ...]
-    roots: dict[fx.Node, fx.Node]
-    """root input -> placeholder"""
-    devices: tuple[torch.device, torch.device] | None
-    state: dict[str, fx.Node]
-    """get_attr target -> node of the program"""
-    position: fx.Node
-    recomputed: list[str]
-
-
 def build_stage(
     program: Program,
     module: nn.Module,
     *,
-    steps: tuple[int, int],
     layers: tuple[int, int],
+    groups: Sequence[Group],
+    parts: Mapping[int, tuple[int, int]],
+    store: dict[tuple[str, int, int], Tensor],
     device: torch.device | None = None,
+    training: bool = True,
 ) -> Stage:
-    """The stage of steps `steps[0]` to `steps[1]` (exclusive); `device` replaces the one that was traced on."""
-    start, stop = steps
+    """The stage of layers `layers[0]` to `layers[1]` (included); `device` replaces the one that was traced on.
+
+    Without `training` it is the stage in evaluation mode; modules that are kept whole follow `Stage.eval()`. Of
+    the layers in `parts` it has channels start to stop only; slices of weights come from the `store`, or go there.
+    """
+    first, last = groups[layers[0]], groups[layers[1]]
     end = len(program.steps)
+    rules = {layer: required_rule(program, groups[layer]) for layer in parts}
+    begun = parts.get(layers[0], (0, 0))[0]
+    ended = parts[layers[1]][1] if layers[1] in parts else 0
+    unfinished = layers[1] in parts and ended < rules[layers[1]].channels
+    start, stop = first.start, last.stop
     received = crossing(program, start)
+    sent = crossing(program, last.start if unfinished else stop)
+    complete = stop == end and not unfinished
+    build, last_input, before = _begin(program, received, device, training)
+    for number in range(len(partial_values(program, rules[layers[0]], begun)) if begun else 0):
+        with build.graph.inserting_after(last_input):
+            last_input = build.graph.placeholder(f"part_{number}")
+        before.append(last_input)
+    wanted: Sequence[Any] = program.outputs if complete else sent
+    needed = roots_of(build, (*program.steps[start:stop], *(node for node in wanted if isinstance(node, fx.Node))))
+    if start == 0:
+        needed |= {node for node in program.inputs if node in program.gradients} & set(sent)
+    roots = [
+        (index, node) for index, node in enumerate(program.inputs) if node in needed and node not in build.env
+    ]
+    for _, node in roots:
+        with build.graph.inserting_after(last_input):
+            build.roots[node] = build.env[node] = last_input = build.graph.placeholder(node.name)
+    left: list[Any] = []
+    for layer in range(layers[0], layers[1] + 1):
+        steps = program.steps[groups[layer].start : groups[layer].stop]
+        if layer in parts:
+            low, high = parts[layer]
+            left = copy_part(build, rules[layer], steps, start=low, stop=high, before=before if low else ())
+            continue
+        for node in steps:
+            copy_step(build, node)
+    results = [load(build, item) if isinstance(item, fx.Node) else item for item in wanted]
+    if not complete:
+        pairs = zip(results, sent, strict=True)
+        results = [_permuted(build.graph, value, memory_order(program, node.meta["val"])) for value, node in pairs]
+    build.graph.output((*results, *left))
+    code = build.graph.python_code("self")
+    namespace: dict[str, Any] = dict(code.globals)
+    exec(compile(code.src, f"<stage of layers {layers[0]} to {layers[1]}>", "exec"), namespace)
+    steps = program.steps[start:stop]
+    spec = StageSpec(
+        first=layers[0],
+        last=layers[1],
+        received=(
+            *(value_of(program, node) for node in received),
+            *(partial_values(program, rules[layers[0]], begun) if begun else ()),
+        ),
+        roots=tuple(Root(index=index, name=node.name) for index, node in roots),
+        sent=()
+        if complete
+        else (
+            *(value_of(program, node) for node in sent),
+            *(partial_values(program, rules[layers[1]], ended) if unfinished else ()),
+        ),
+        is_last=complete,
+        recomputed=tuple(build.recomputed),
+        random=tuple(program.random[node] for node in steps if node in program.random),
+        whole=tuple(sorted({program.calls[node].path for node in steps if node in program.calls})),
+    )
+    stage = Stage(spec, namespace["forward"], code.src)
+    stage.stage_origins = {
+        build.env[node].name: (groups[layer].name, _place(node))
+        for layer in range(layers[0], layers[1] + 1)
+        for node in program.steps[groups[layer].start : groups[layer].stop]
+        if isinstance(build.env.get(node), fx.Node)
+    }
+    _attach(stage, build, module, steps, store)
+    return stage
+
+
+def _place(node: fx.Node) -> str:
+    """file:line of the model's own code that made a node; empty if the trace does not say."""
+    found = _PLACE.findall(node.meta.get("stack_trace") or "")
+    return ":".join(found[-1]) if found else ""
+
+
+def _begin(
+    program: Program, received: Sequence[fx.Node], device: torch.device | None, training: bool
+) -> tuple[StageGraph, fx.Node, list[fx.Node]]:
+    """A graph that has what the stage receives, its last input so far, and an empty list."""
     graph = fx.Graph()
     position = last_input = graph.placeholder("position")
     env: dict[fx.Node, Any] = {}
-    trained = {node for node in program.inputs if node in program.gradients}
     for node in received:
         env[node] = last_input = graph.placeholder(node.name)
     for node in received:
         order = memory_order(program, node.meta["val"])
         env[node] = _permuted(graph, env[node], tuple(order.index(dim) for dim in range(len(order))))
     traced = _traced_device(program)
-    build = _Build(
+    build = StageGraph(
         program=program,
         graph=graph,
         env=env,
-        received=received,
+        received=tuple(received),
         roots={},
         devices=(traced, device) if device is not None and device != traced else None,
         state={},
         position=position,
         recomputed=[],
+        training=training,
+        sliced={},
     )
-    sent = crossing(program, stop) if stop < end else ()
-    wanted: Sequence[Any] = sent if stop < end else program.outputs
-    needed = _roots(build, (*program.steps[start:stop], *(node for node in wanted if isinstance(node, fx.Node))))
-    if start == 0:
-        needed |= trained & set(sent)
-    roots = [(index, node) for index, node in enumerate(program.inputs) if node in needed and node not in env]
-    for _, node in roots:
-        with graph.inserting_after(last_input):
-            build.roots[node] = env[node] = last_input = graph.placeholder(node.name)
-    for node in program.steps[start:stop]:
-        _copy(build, node)
-    results = [_load(build, item) if isinstance(item, fx.Node) else item for item in wanted]
-    if stop < end:
-        pairs = zip(results, sent, strict=True)
-        results = [_permuted(graph, value, memory_order(program, node.meta["val"])) for value, node in pairs]
-    graph.output(tuple(results))
-    code = graph.python_code("self")
-    namespace: dict[str, Any] = dict(code.globals)
-    exec(compile(code.src, f"<stage of layers {layers[0]} to {layers[1]}>", "exec"), namespace)
-    spec = StageSpec(
-        first=layers[0],
-        last=layers[1],
-        received=tuple(value_of(program, node) for node in received),
-        roots=tuple(Root(index=index, name=node.name) for index, node in roots),
-        sent=tuple(value_of(program, node) for node in sent),
-        is_last=stop == end,
-        recomputed=tuple(build.recomputed),
-        random=tuple(program.random[node] for node in program.steps[start:stop] if node in program.random),
-    )
-    stage = Stage(spec, namespace["forward"], code.src)
-    _attach(stage, build, module, program.steps[start:stop])
-    return stage
+    return build, last_input, []
 
 
 def _permuted(graph: fx.Graph, value: fx.Node, order: tuple[int, ...]) -> fx.Node:
@@ -200,147 +261,34 @@ def _traced_device(program: Program) -> torch.device:
     return torch.device("cpu")
 
 
-def _roots(build: _Build, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Inputs of the model that these nodes need, through free nodes; sizes are sought elsewhere first."""
-    program, found, seen = build.program, set[fx.Node](), set[fx.Node]()
-    sizes: list[fx.Node] = []
-    waiting = list(nodes)
-    inside = set(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node in seen or (node in build.env and node not in inside):
-            continue
-        seen.add(node)
-        if program.kinds.get(node) == "input":
-            if node not in build.env:
-                found.add(node)
-        elif op_name(node.target) == "aten.sym_size" and program.kinds.get(node) == "free":
-            sizes.append(node)
-        elif node in inside or program.kinds.get(node) == "free":
-            waiting.extend(input_nodes((node.args, node.kwargs)))
-    for node in sizes:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if source in inside or source in build.env or source in found:
-            continue
-        if _anchor(node, (*build.received, *found)) is None:
-            extra = next((item for item in program.inputs if _anchor(node, (item,)) is not None), None)
-            if extra is None:
-                raise BaPipeError(f"the size '{node.name}' cannot be had on this stage; cut the model elsewhere")
-            found.add(extra)
-    return found
-
-
-def _anchor(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
-    """A tensor at hand and its dimension that moves with the size that the node asks for."""
-    wanted = node.meta["val"]
-    exact, near = None, None
-    for source in sources:
-        value = source.meta.get("val")
-        if not isinstance(value, Tensor):
-            continue
-        for dim, size in enumerate(value.shape):
-            if str(size) == str(wanted):
-                exact = exact or (source, dim)
-            if is_symbolic(size):
-                near = near or (source, dim)
-    return exact or near
-
-
-def _copy(build: _Build, node: fx.Node) -> Any:
-    program = build.program
-    if node in program.random:
-        example = next(
-            (_load(build, item) for item in input_nodes(node.args) if isinstance(item.meta.get("val"), Tensor)),
-            None,
-        )
-        seeder = seed_whole if node in program.calls else seed_node
-        build.graph.call_function(seeder, (build.position, program.random[node], example))
-    if node in program.calls:
-        call: OpaqueCall = program.calls[node]
-        owner = build.graph.get_attr(call.path) if call.path else None
-        tensors = [_load(build, item) for item in input_nodes(node.args[0])]
-        build.env[node] = build.graph.call_function(_caller(call), (owner, tensors))
-        return build.env[node]
-    args = fx.map_arg(node.args, lambda item: _load(build, item))
-    kwargs = fx.map_arg(node.kwargs, lambda item: _load(build, item))
-    if build.devices is not None:
-        args, kwargs = on_device(node.target, args, kwargs, build.devices)
-    build.env[node] = build.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-    return build.env[node]
-
-
-def _caller(call: OpaqueCall) -> Callable[..., Any]:
-    def whole_module(module: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return call.run(module, tensors)
-
-    return whole_module
-
-
-def _load(build: _Build, node: fx.Node) -> Any:
-    if node in build.env:
-        return build.env[node]
-    program, kind = build.program, build.program.kinds[node]
-    if kind in ("parameter", "buffer"):
-        target = program.state[node]
-    elif kind == "constant":
-        target = f"_constant_{node.name}"
-    elif kind == "region":
-        target = f"_region_{node.target}"
-    elif kind == "free":
-        if op_name(node.target) == "aten.sym_size":
-            build.env[node] = _size(build, node)
-        else:
-            build.recomputed.append(node.name)
-            _copy(build, node)
-        return build.env[node]
-    else:
-        raise BaPipeError(f"'{node.name}' ({kind}) is needed on a stage that does not have it; cut elsewhere")
-    build.state[target] = node
-    build.env[node] = build.graph.get_attr(target)
-    return build.env[node]
-
-
-def _size(build: _Build, node: fx.Node) -> Any:
-    """A size, asked of a tensor at hand."""
-    source, dim = node.args
-    assert isinstance(source, fx.Node)
-    if source in build.env:
-        return build.graph.call_function(node.target, (build.env[source], dim))  # type: ignore[arg-type]
-    found = _anchor(node, (*build.received, *build.roots))
-    assert found is not None
-    anchor, dimension = found
-    at_hand = build.graph.call_function(node.target, (build.env[anchor], dimension))  # type: ignore[arg-type]
-    here, wanted = anchor.meta["val"].shape[dimension], node.meta["val"]
-    if str(here) == str(wanted):
-        return at_hand
-    (scale, offset), (slope, fixed) = _linear(here), _linear(wanted)
-    whole = build.graph.call_function(operator.sub, (at_hand, offset))
-    samples = build.graph.call_function(operator.floordiv, (whole, scale))
-    scaled = build.graph.call_function(operator.mul, (samples, slope))
-    return build.graph.call_function(operator.add, (scaled, fixed))
-
-
-def _linear(size: Any) -> tuple[int, int]:
-    """(a, b) of a size that is a · samples + b."""
-    slope = size_at(size, 3) - size_at(size, 2)
-    return slope, size_at(size, 2) - 2 * slope
-
-
-def _attach(stage: Stage, build: _Build, module: nn.Module, steps: Sequence[fx.Node]) -> None:
+def _attach(
+    stage: Stage,
+    build: StageGraph,
+    module: nn.Module,
+    steps: Sequence[fx.Node],
+    store: dict[tuple[str, int, int], Tensor],
+) -> None:
     """Register all that the stage's code refers to, whole modules first."""
     program = build.program
+    for target, (node, dim, start, size) in build.sliced.items():
+        if target in build.state:
+            raise BaPipeError(f"'{target}' is used by several layers, so none of them can be split; plan without")
+        device = None if build.devices is None else build.devices[1]
+        _attach_slice(stage, module, target, program.kinds[node], (dim, start, size), store, device)
     for path in sorted({program.calls[node].path for node in steps if node in program.calls}):
-        owner, name = _owner(stage, path, module)
+        owner, name = _owner(stage, path, module, build.state)
         owner.add_module(name, module.get_submodule(path))
     for target, node in build.state.items():
         kind = program.kinds[node]
         if kind == "constant":
             stage.register_buffer(target, program.constants[node], persistent=False)
         elif kind == "region":
-            stage.add_module(target, moved_region(getattr(program.owner, str(node.target)), build.devices))
+            region = getattr(program.owner, str(node.target))
+            if not build.training:
+                region = evaluating_region(region)
+            stage.add_module(target, moved_region(region, build.devices))
         else:
-            owner, name = _owner(stage, target, module)
+            owner, name = _owner(stage, target, module, build.state)
             if hasattr(owner, name):
                 continue
             if kind == "parameter":
@@ -349,18 +297,53 @@ def _attach(stage: Stage, build: _Build, module: nn.Module, steps: Sequence[fx.N
                 owner.register_buffer(name, module.get_buffer(target), persistent=_is_persistent(module, target))
 
 
-def _owner(stage: nn.Module, target: str, module: nn.Module) -> tuple[nn.Module, str]:
+def _attach_slice(
+    stage: Stage,
+    module: nn.Module,
+    target: str,
+    kind: str,
+    where: tuple[int, int, int],
+    store: dict[tuple[str, int, int], Tensor],
+    device: torch.device | None,
+) -> None:
+    """A part of a weight, with memory of its own, under the whole one's name."""
+    dim, start, size = where
+    path, _, name = target.rpartition(".")
+    owner = stage
+    for part in path.split(".") if path else ():
+        if not hasattr(owner, part):
+            owner.add_module(part, nn.Module())
+        owner = getattr(owner, part)
+    whole = module.get_parameter(target) if kind == "parameter" else module.get_buffer(target)
+    key = (target, start, size)
+    if key not in store:
+        part_of = whole.detach().narrow(dim, start, size).to(device or whole.device, copy=True)
+        store[key] = nn.Parameter(part_of, requires_grad=whole.requires_grad) if kind == "parameter" else part_of
+    piece = store[key]
+    if isinstance(piece, nn.Parameter):
+        owner.register_parameter(name, piece)
+    else:
+        owner.register_buffer(name, piece, persistent=_is_persistent(module, target))
+    stage.stage_slices[target] = Slice(dim=dim, start=start, size=size, of=whole.shape[dim])
+
+
+def _owner(stage: nn.Module, target: str, module: nn.Module, used: Collection[str]) -> tuple[nn.Module, str]:
     """The module that holds the target, made if need be: a recurrent one is the model's own, else a bare one.
 
-    A recurrent module lays its weights out for cuDNN whenever it is moved to a device.
+    A recurrent module lays its weights out for cuDNN whenever it is moved to a device. If the stage does not use
+    all its weights, it gets a bare one too.
     """
     *path, name = target.split(".")
     owner = stage
     for depth, part in enumerate(path):
         child = getattr(owner, part, None)
         if child is None:
-            original = module.get_submodule(".".join(path[: depth + 1]))
-            child = original if isinstance(original, nn.RNNBase) else nn.Module()
+            place = ".".join(path[: depth + 1])
+            original = module.get_submodule(place)
+            whole = isinstance(original, nn.RNNBase) and all(
+                f"{place}.{own}" in used for own, _ in original.named_parameters()
+            )
+            child = original if whole else nn.Module()
             owner.add_module(part, child)
         owner = child
     return owner, name

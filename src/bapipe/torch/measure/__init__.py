@@ -4,7 +4,7 @@ from bapipe.torch.measure.assemble import Agreement, agreement, to_profile
 from bapipe.torch.measure.memory import predicted_peak
 from bapipe.torch.measure.profiling import Profiled, profile_model, profile_module
 from bapipe.torch.measure.record import Measurement, read_measurement
-from bapipe.torch.measure.rounds import Settings
+from bapipe.torch.measure.settings import Settings
 from bapipe.torch.measure.source import ZOO, find_model
 
 __all__ = [

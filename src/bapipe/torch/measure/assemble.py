@@ -11,7 +11,17 @@ from bapipe.profile import CostTable, Profile, ProfiledLayer
 from bapipe.torch.measure.record import Measurement, Reading, seconds
 from bapipe.torch.measure.statistics import pooled
 
-__all__ = ["Agreement", "SizeTimes", "agreement", "layer_times", "run_ahead", "spread", "to_profile"]
+__all__ = [
+    "Agreement",
+    "Parts",
+    "SizeTimes",
+    "agreement",
+    "layer_times",
+    "parts",
+    "run_ahead",
+    "spread",
+    "to_profile",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,20 @@ class Agreement:
         return self.layers / self.chain - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the sum of layers of a GPU is made of, to tell which part is off where it differs from the step."""
+
+    device: float
+    """seconds, all units one after the other on the device"""
+    issue: float | None
+    """seconds until the host has issued all of them within a step; None: not taken"""
+    alone: float
+    """seconds until the host has issued all of them, each alone after a pause"""
+    layers_alone: float
+    """the sum of layers with the host's time of each alone"""
+
+
 def run_ahead(host: Sequence[float], device: Sequence[float | None]) -> list[float]:
     """What each of consecutive pieces of work adds to the time at which a GPU is done with them.
 
@@ -66,16 +90,22 @@ def run_ahead(host: Sequence[float], device: Sequence[float | None]) -> list[flo
     return added
 
 
-def layer_times(measured: Measurement, microbatch: int) -> SizeTimes:
-    """Every layer's seconds at a size, both rounds pooled, what timing one by one adds taken off."""
+def layer_times(measured: Measurement, microbatch: int, *, in_step: bool = True) -> SizeTimes:
+    """Every layer's seconds at a size, both rounds pooled, what timing one by one adds taken off.
+
+    The host's time to issue a layer for a GPU is that within a step where it is known and `in_step`; else (as
+    where the whole step does not fit) that of the layer alone.
+    """
     readings = [measured.rounds(microbatch, first) for first, _ in measured.units]
-    ahead = [_net([item.forward for item in items], measured.empty_forward) for items in readings]
-    back = [_net([item.backward for item in items], measured.empty_backward) for items in readings]
+    ahead, back = _net_units(measured, microbatch)
     weights = []
     for items, whole in zip(readings, back, strict=True):
         total = max(whole[0], whole[1] or 0.0)
         alone = _net([item.input_gradient for item in items if item.input_gradient], measured.empty_backward)
         weights.append(1 - min(1.0, max(alone[0], alone[1] or 0.0) / total) if total > 0 else 0.0)
+    issue = measured.issue(microbatch) if in_step else None
+    if issue is not None:
+        ahead, back = _issued(ahead, issue[0]), _issued(back, issue[1])
     order = [*ahead, *reversed(back)]
     added = run_ahead([host for host, _ in order], [device for _, device in order])
     forward_units, backward_units = added[: len(ahead)], added[len(ahead) :][::-1]
@@ -86,6 +116,39 @@ def layer_times(measured: Measurement, microbatch: int) -> SizeTimes:
             backward.append(backward_units[index] * measured.shares_backward[layer])
             gradient.append(backward[-1] * weights[index] if measured.layers[layer].parameters else 0.0)
     return SizeTimes(forward=tuple(forward), backward=tuple(backward), weight_gradient=tuple(gradient))
+
+
+_Unit = tuple[float, float | None]
+"""(host, device) seconds"""
+
+
+def _net_units(measured: Measurement, microbatch: int) -> tuple[list[_Unit], list[_Unit]]:
+    readings = [measured.rounds(microbatch, first) for first, _ in measured.units]
+    return (
+        [_net([item.forward for item in items], measured.empty_forward) for items in readings],
+        [_net([item.backward for item in items], measured.empty_backward) for items in readings],
+    )
+
+
+def _issued(units: Sequence[_Unit], issue: Sequence[float]) -> list[_Unit]:
+    """The host's times replaced, but of what the device has no time of its own for."""
+    return [(host if device is None else own, device) for (host, device), own in zip(units, issue, strict=True)]
+
+
+def parts(measured: Measurement, microbatch: int) -> Parts | None:
+    """What the sum of layers is made of; None where some time is not a GPU's."""
+    ahead, back = _net_units(measured, microbatch)
+    device = [own for _, own in (*ahead, *back) if own is not None]
+    if len(device) < len(ahead) + len(back):
+        return None
+    issue = measured.issue(microbatch)
+    alone = layer_times(measured, microbatch, in_step=False)
+    return Parts(
+        device=sum(device),
+        issue=sum(issue[0]) + sum(issue[1]) if issue is not None else None,
+        alone=sum(host for host, _ in (*ahead, *back)),
+        layers_alone=sum(alone.forward) + sum(alone.backward),
+    )
 
 
 def _net(readings: Sequence[Reading], empty: Reading | None) -> tuple[float, float | None]:
@@ -160,6 +223,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         stash=tuple(item.stash for item in memory),
         update=_updates(measured),
         workspace=tuple(max(item.workspace) for item in memory),
+        layer_workspace=tuple(item.workspace for item in memory),
         not_fitting=measured.not_fitting,
     )
     layers = tuple(

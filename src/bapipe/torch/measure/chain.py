@@ -1,4 +1,4 @@
-"""A model as consecutive layers that can be run one by one: an nn.Sequential's children, or what was captured."""
+"""A model as consecutive layers that can be run one by one, as they were captured."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.build import fingerprint
 from bapipe.torch.capture import Captured, capture
 from bapipe.torch.capture.private import flatten, unflatten
 from bapipe.torch.measure.record import MeasuredLayer
-from bapipe.torch.split import overwrites_input
 
-__all__ = ["CapturedChain", "Chain", "Piece", "SequentialChain", "chain_of", "on_device", "tensors_of"]
+__all__ = ["CapturedChain", "Chain", "Piece", "chain_of", "on_device", "tensors_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,12 +62,6 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
-def _resized(leaf: Any, batch: int, size: int) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != batch:
-        return leaf
-    return torch.cat([leaf.detach()] * -(-size // batch))[:size]
-
-
 def on_device(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A leaf of the inputs on the device, in memory of its own; floats in the dtype."""
     if not isinstance(leaf, Tensor):
@@ -80,70 +72,6 @@ def on_device(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def _state(module: nn.Module) -> list[Tensor]:
     found = {id(item): item for item in (*module.parameters(), *module.buffers())}
     return list(found.values())
-
-
-class SequentialChain:
-    """The children of an nn.Sequential, as `bapipe run` cuts it."""
-
-    def __init__(
-        self, module: nn.Sequential, args: Sequence[Any], *, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim == 0:
-            raise BaPipeError(
-                f"an nn.Sequential takes one tensor, got {len(args)} args; return (module, (input,), {{}})"
-            )
-        self.module: nn.Module = module.to(device=device, dtype=dtype).train()
-        self.device = device
-        self.example = args[0].to(dtype) if args[0].is_floating_point() else args[0]
-        self.children = list(module.named_children())
-        self.fingerprint = fingerprint(module, [name for name, _ in self.children])
-        self.notes: tuple[str, ...] = ()
-        self.layers = tuple(self._layer(index) for index in range(len(self.children)))
-
-    def _layer(self, index: int) -> MeasuredLayer:
-        name, child = self.children[index]
-        own = list(child.parameters())
-        holder = next(
-            (
-                other
-                for other, earlier in self.children[:index]
-                if {id(item) for item in earlier.parameters()} & {id(item) for item in own}
-            ),
-            None,
-        )
-        return MeasuredLayer(
-            name=name,
-            parameters=sum(item.numel() for item in own),
-            weight_bytes=float(sum(item.nbytes for item in (*own, *child.buffers()))),
-            shares_weights_with=holder,
-        )
-
-    def at(self, size: int) -> SequentialChain:  # noqa: ARG002
-        return self
-
-    def inputs(self, size: int) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-        leaf = on_device(_resized(self.example, self.example.shape[0], size), self.device, self.example.dtype)
-        return [leaf], lambda leaves: self.module(*leaves)
-
-    def piece(self, first: int, last: int) -> Piece:
-        stage = nn.Sequential(*(child for _, child in self.children[first : last + 1])).train()
-
-        def run(value: Any) -> tuple[Any, ...]:
-            value = stage(value)
-            return (value,) if last + 1 < len(self.children) else tuple(flatten(value)[0])
-
-        return Piece(
-            first=first,
-            last=last,
-            run=run,
-            parameters=tuple(item for item in stage.parameters() if item.requires_grad),
-            receives=(True,) if first else (),
-            roots=() if first else (0,),
-            overwrites=first > 0 and overwrites_input(stage),
-        )
-
-    def state(self) -> list[Tensor]:
-        return _state(self.module)
 
 
 class CapturedChain:
@@ -213,21 +141,11 @@ def chain_of(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    children: bool | None = None,
 ) -> Chain:
     """The layers of a module, on the device and in the dtype; the module itself is moved there.
 
-    `children`: take the children of an nn.Sequential, as `bapipe run` does; False: capture it as any other module;
-    None: children where it is a plain nn.Sequential of one tensor. A capture is made and checked on the CPU.
+    The capture is made and checked on the CPU.
     """
-    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    if children is None:
-        children = plain and len(args) == 1 and not kwargs
-    if children:
-        if not plain or kwargs:
-            raise BaPipeError(f"only a plain nn.Sequential has children as layers, got {type(module).__name__}")
-        assert isinstance(module, nn.Sequential)
-        return SequentialChain(module, args, device=device, dtype=dtype)
     module = module.to(dtype=dtype)
     cpu = torch.device("cpu")
     leaves, spec = flatten((tuple(args), dict(kwargs)))

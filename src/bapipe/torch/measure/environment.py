@@ -12,16 +12,7 @@ from bapipe.catalog import catalog_aliases, load_catalog
 from bapipe.errors import BaPipeError, nearest
 from bapipe.torch.measure.record import Environment
 
-__all__ = ["DTYPES", "accelerator_name", "cpu_name", "environment_of", "find_device", "find_dtype", "plain_fp32"]
-
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-    "tf32": torch.float32,
-}
-"""by the profile's name; tf32 is fp32 multiplied in TensorFloat-32"""
+__all__ = ["accelerator_name", "cpu_name", "environment_of", "find_device", "plain_fp32"]
 
 
 def find_device(name: str) -> torch.device:
@@ -39,13 +30,6 @@ def find_device(name: str) -> torch.device:
     device = torch.device("cuda", int(index or 0))
     torch.cuda.set_device(device)
     return device
-
-
-def find_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name."""
-    if name not in DTYPES:
-        raise BaPipeError(f"unknown dtype '{name[:60]}'{nearest(name, DTYPES)}; use one of {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def plain_fp32(dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""Times of one layer, or of a few together: forward, backward, and the two halves of the backward."""
+"""Times of one layer, or of a few together: forward, backward, and what of the backward cannot be put off."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from bapipe.torch.measure.chain import Chain, Piece
 from bapipe.torch.measure.clock import Clock, CudaClock, Lap
 from bapipe.torch.measure.record import Reading
 from bapipe.torch.measure.statistics import Stopping, summarise
+from bapipe.torch.split_backward import SplitBackward
 
 __all__ = ["PieceTimes", "Walk", "empty_piece", "inputs_of", "time_piece", "walk"]
 
 _SPLIT_SAMPLES = 2
-"""per round, of the two gradients apart, unless a number of iterations is asked for"""
+"""per round, of the gradient of the received values alone, unless a number of iterations is asked for"""
 _LONG = 0.04
 """seconds from which on one sample of these must do"""
 _VOID = 12
@@ -44,7 +45,6 @@ class PieceTimes:
     forward: Reading
     backward: Reading
     input_gradient: Reading | None
-    weight_gradient: Reading | None
 
 
 def walk(chain: Chain, pieces: Sequence[Piece], size: int) -> Walk:
@@ -79,6 +79,7 @@ class _Run:
         self.inputs = list(inputs)
         self.leaves = [value for value in inputs[: len(piece.receives)] if value.requires_grad]
         self.errors: list[Tensor] = []
+        self._split = SplitBackward(piece.parameters)
 
     def fresh(self) -> list[Any]:
         """Arguments of the next forward; nothing of the last one is left."""
@@ -102,9 +103,10 @@ class _Run:
         if outputs:
             torch.autograd.backward(outputs, self.errors)
 
-    def gradient(self, outputs: Sequence[Tensor], wanted: Sequence[Tensor], *, keep: bool) -> None:
-        if outputs and wanted:
-            torch.autograd.grad(outputs, wanted, self.errors, retain_graph=keep, allow_unused=True)
+    def gradient(self, outputs: Sequence[Tensor]) -> None:
+        """The first part of a backward in two: the errors for the layer before."""
+        if outputs:
+            self._split.run(outputs, self.errors, self.leaves)
 
 
 def time_piece(
@@ -112,8 +114,7 @@ def time_piece(
 ) -> PieceTimes:
     """Sample the piece until `stopping` has enough. Parameters' gradients are added to what is there.
 
-    The gradients apart are autograd.grad of the received values alone and of the parameters alone: in a layer of
-    several operations both walk back through it, so together they may take longer than the backward.
+    `apart`: the first part of a split backward too; what the whole backward takes longer is the weights'.
     """
     run = _Run(piece, inputs)
     if isinstance(clock, CudaClock):
@@ -138,7 +139,6 @@ def time_piece(
         forward=_reading([laps[0] for laps in whole]),
         backward=backward,
         input_gradient=_reading([laps[0] for laps in parts]) if parts else None if piece.parameters else backward,
-        weight_gradient=_reading([laps[2] for laps in parts]) if parts else None if run.leaves else backward,
     )
 
 
@@ -171,11 +171,7 @@ def _split_sample(run: _Run, clock: Clock) -> None:
     outputs = run.forward(arguments)
     clock.chill(run.errors)
     clock.mark()
-    run.gradient(outputs, run.leaves, keep=True)
-    clock.mark()
-    clock.chill([])
-    clock.mark()
-    run.gradient(outputs, run.piece.parameters, keep=False)
+    run.gradient(outputs)
     clock.mark()
 
 

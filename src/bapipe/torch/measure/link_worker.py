@@ -44,9 +44,13 @@ class _Carrier:
         self.own = torch.ones(max(1, nbytes // 4), device=device)
         self.wire = torch.ones_like(self.own, device="cpu").pin_memory() if staged else self.own
 
-    def send(self, peer: int, tag: int) -> dist.Work | None:
+    def load(self) -> None:
+        """What is to be sent, to where it is sent from."""
         if self.wire is not self.own:
             self.wire.copy_(self.own)
+
+    def send(self, peer: int, tag: int) -> dist.Work | None:
+        self.load()
         return dist.isend(self.wire, peer, tag=tag)
 
     def receive(self, peer: int, tag: int) -> dist.Work | None:
@@ -114,9 +118,16 @@ def _both_ways(first: int, second: int, nbytes: int, here: _Where) -> LinkSample
             return
         peer = second if here.rank == first else first
         sending, receiving = (1, 2) if here.rank == first else (2, 1)
-        work = back.receive(peer, receiving)
-        _wait(out.send(peer, sending))
-        _wait(work)
+        out.load()
+        # As one batch: NCCL runs what two ranks say to each other in order, and each would wait for the other.
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, out.wire, peer, tag=sending),
+                dist.P2POp(dist.irecv, back.wire, peer, tag=receiving),
+            ]
+        )
+        for work in works:
+            _wait(work)
         back.arrived()
 
     samples = _repeat(exchange, first, here.rank, here.seconds)
@@ -127,8 +138,7 @@ def _all_reduce(nbytes: int, here: _Where) -> LinkSample:
     carrier = _Carrier(nbytes, here.device, staged=here.staged)
 
     def reduce() -> None:
-        if carrier.wire is not carrier.own:
-            carrier.wire.copy_(carrier.own)
+        carrier.load()
         dist.all_reduce(carrier.wire)
         carrier.arrived()
         carrier.own.fill_(1.0)
@@ -153,7 +163,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(options.backend, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(
+        options.backend,
+        timeout=datetime.timedelta(seconds=120),
+        device_id=device if options.backend == "nccl" else None,
+    )
+    dist.barrier()  # all ranks know each other before two of them speak
     staged = options.device == "cuda" and options.backend == "gloo"
     here = _Where(rank=rank, device=device, staged=staged, seconds=options.seconds)
     sizes = [size for size in _SIZES if size <= options.largest]

@@ -27,7 +27,8 @@ def measure_links(
 
     Messages of 8 bytes to `largest`, each for about `seconds` one way, both ways at once, and reduced over all.
 
-    gloo on CUDA carries through pinned memory of the host, as the runtime does. NCCL needs a GPU for each rank.
+    gloo on CUDA carries through pinned memory of the host, as the runtime does, and several ranks may share a GPU.
+    NCCL needs a GPU for each rank.
     """
     if not 2 <= ranks <= 64:
         raise BaPipeError(f"links are measured between 2 to 64 ranks, got {ranks}; correct --ranks")
@@ -35,7 +36,7 @@ def measure_links(
         raise BaPipeError(f"the backend is gloo or nccl, got '{backend[:60]}'")
     if device != "cpu" or backend == "nccl":
         device = "cuda"
-        _require_gpus(ranks if backend == "nccl" else 1)
+        _require_gpus(ranks, backend)
     with tempfile.TemporaryDirectory(prefix="bapipe-links-") as folder:
         out = Path(folder) / "links.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -55,13 +56,15 @@ def measure_links(
         return read_links(out)
 
 
-def _require_gpus(count: int) -> None:
+def _require_gpus(ranks: int, backend: str) -> None:
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found < count:
+    if not found:
+        raise BaPipeError(f"{backend} between GPUs needs one that torch can use, found none; use --device cpu")
+    if backend == "nccl" and found < ranks:
         raise BaPipeError(
-            f"NCCL needs a GPU for each rank ({count}), found {found}; use --backend gloo --device cpu"
+            f"NCCL needs a GPU for each rank ({ranks}), found {found}; use --backend gloo or fewer ranks"
         )
 
 

@@ -80,7 +80,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train until standard input ends, or for `--seconds`."""
-    from bapipe.torch.measure.environment import find_device, find_dtype, plain_fp32
+    from bapipe.torch.dtypes import find_dtype
+    from bapipe.torch.measure.environment import find_device, plain_fp32
     from bapipe.torch.measure.training import training_step
 
     parser = argparse.ArgumentParser(prog="bapipe.torch.measure.load")

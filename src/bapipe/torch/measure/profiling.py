@@ -12,18 +12,14 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.model import ModelRef
 from bapipe.profile import Profile
+from bapipe.torch.dtypes import find_dtype
 from bapipe.torch.measure.assemble import to_profile
 from bapipe.torch.measure.chain import Chain, chain_of
-from bapipe.torch.measure.environment import (
-    accelerator_name,
-    environment_of,
-    find_device,
-    find_dtype,
-    plain_fp32,
-)
+from bapipe.torch.measure.environment import accelerator_name, environment_of, find_device, plain_fp32
 from bapipe.torch.measure.memory import OPTIMIZER_COPIES, is_out_of_memory
 from bapipe.torch.measure.record import Measurement
-from bapipe.torch.measure.rounds import Report, Settings, measure
+from bapipe.torch.measure.rounds import Report, measure
+from bapipe.torch.measure.settings import Settings
 from bapipe.torch.measure.source import Argument, find_model
 
 __all__ = ["Profiled", "profile_model", "profile_module", "quiet"]
@@ -56,7 +52,6 @@ def profile_model(
     calibrate: bool = False,
     threads: int | None = None,
     slice_: str = "",
-    children: bool | None = None,
     report: Report = quiet,
 ) -> Profiled:
     """Profile what `spec` names (see `find_model`) on a device of this machine.
@@ -80,7 +75,6 @@ def profile_model(
         calibrate=calibrate,
         threads=threads,
         slice_=slice_,
-        children=children,
         report=report,
     )
 
@@ -99,7 +93,6 @@ def profile_module(
     calibrate: bool = False,
     threads: int | None = None,
     slice_: str = "",
-    children: bool | None = None,
     report: Report = quiet,
 ) -> Profiled:
     """Profile a module with an example of its inputs. The module is moved to the device and put in training mode.
@@ -116,7 +109,7 @@ def profile_module(
     if where.type == "cuda":
         plain_fp32(dtype)
     try:
-        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind, children=children)
+        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind)
     except Exception as error:
         if is_out_of_memory(error):
             raise BaPipeError(

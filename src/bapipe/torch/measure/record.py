@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bapipe.files import read_versioned
 from bapipe.model import Split
-from bapipe.torch.measure.statistics import Summary, pooled
+from bapipe.torch.measure.statistics import Summary, middle, pooled
 
 __all__ = [
     "MEASUREMENT_SCHEMA",
@@ -24,7 +24,7 @@ __all__ = [
     "seconds",
 ]
 
-MEASUREMENT_SCHEMA = "bapipe.measurement/1"
+MEASUREMENT_SCHEMA = "bapipe.measurement/2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,6 @@ class UnitTiming:
     """with gradients added to those that are there, as from the second micro-batch on"""
     input_gradient: Reading | None
     """autograd.grad of the received values alone; None: not taken apart, or nothing received has a gradient"""
-    weight_gradient: Reading | None
-    """autograd.grad of the parameters alone; None: not taken apart, or there are none"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +110,9 @@ class WholeStep:
     """most bytes the allocator gave out during the eager step; None: not on this device"""
     idle: float | None = None
     """of these, what was there before that neither weights, gradients nor inputs account for"""
+    issue_forward: tuple[Summary, ...] = ()
+    """per unit, until the host had issued it for a GPU as one of a step's; (): not taken"""
+    issue_backward: tuple[Summary, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,9 @@ class Measurement:
     empty_forward: Reading | None = None
     """of a layer that does nothing: what timing one by one adds"""
     empty_backward: Reading | None = None
+    empty_issue_forward: Summary | None = None
+    """of a layer that does nothing among others in a step: what issuing one by one adds; None: no GPU"""
+    empty_issue_backward: Summary | None = None
     timings: tuple[UnitTiming, ...] = ()
     memory: tuple[SizeMemory, ...] = ()
     whole: tuple[WholeStep, ...] = ()
@@ -171,9 +175,21 @@ class Measurement:
         return [item for item in self.timings if item.microbatch == microbatch and item.first == first]
 
     def step(self, microbatch: int, *, eager: bool = True) -> Summary | None:
-        """The whole step at that size, its rounds pooled; None where it was not measured or did not fit."""
+        """The whole step at that size, the middle one of all; None where it was not measured or did not fit."""
         found = [item.eager if eager else item.chain for item in self.whole if item.microbatch == microbatch]
-        return pooled(found) if found else None
+        return middle(found) if found else None
+
+    def issue(self, microbatch: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Net seconds until the host had issued each unit in a step, forward and backward; None: not known."""
+        found = [item for item in self.whole if item.microbatch == microbatch and item.issue_forward]
+        if not found or self.empty_issue_forward is None or self.empty_issue_backward is None:
+            return None
+        ahead, back = self.empty_issue_forward.median, self.empty_issue_backward.median
+        units = range(len(self.units))
+        return (
+            tuple(max(0.0, middle([item.issue_forward[unit] for item in found]).median - ahead) for unit in units),
+            tuple(max(0.0, middle([item.issue_backward[unit] for item in found]).median - back) for unit in units),
+        )
 
     def memory_at(self, microbatch: int) -> SizeMemory:
         """The bytes at that size, which must be among `sizes`."""

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -17,58 +16,28 @@ from bapipe.torch.measure.cache import load_measurement, save_measurement
 from bapipe.torch.measure.chain import Chain, Piece
 from bapipe.torch.measure.clock import CudaClock, HostClock, clock_of
 from bapipe.torch.measure.grouping import find_units
+from bapipe.torch.measure.issue import empty_issue
 from bapipe.torch.measure.layers import PieceTimes, Walk, empty_piece, inputs_of, time_piece, walk
 from bapipe.torch.measure.memory import is_out_of_memory, weigh
 from bapipe.torch.measure.record import Measurement, Reading, UnitTiming, UpdateTiming
+from bapipe.torch.measure.settings import ROUNDS, Settings
 from bapipe.torch.measure.statistics import Stopping, summarise
-from bapipe.torch.measure.whole_step import time_update, time_whole
+from bapipe.torch.measure.whole_step import steps_left, time_update, time_whole
 
-__all__ = ["ROUNDS", "Report", "Settings", "measure"]
+__all__ = ["Report", "measure"]
 
-ROUNDS = 2
-"""each thing is measured in two rounds, far apart in time: their difference is the A/A control"""
 _SAVE_EVERY = 2.0
 _LONG = 0.02
 """seconds of backward from which on the second round neither warms up nor takes the gradients apart again"""
 _LARGE = 5e-3
 """seconds of a CPU's forward from which on a layer is timed alone without further asking"""
 _LONG_STEP = 0.5
-"""seconds of a whole step from which on once in a round must do"""
-_WHOLE_TIMES = 2
-"""the whole step is timed before the layers and after them, so that a drift of the machine hits both alike"""
+"""seconds of a whole step from which on it is a long one"""
+_WHOLE_SECONDS = 0.3
+"""to spend on a whole step each time on a GPU: where the host limits it, it varies by a tenth and more"""
 
 Report = Callable[[str, float], None]
 """what was done, and its share of all that was to do"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to measure."""
-
-    microbatches: tuple[int, ...]
-    iterations: int | None = None
-    """samples of each thing in both rounds together; None: until the median is known well enough"""
-    half_width: float = 0.02
-    seconds: float = 0.05
-    """per layer, size and round, after the least number of samples"""
-    seed: int = 0
-    """of the order"""
-    whole: bool = True
-    """measure the whole step too"""
-    folder: Path | None = None
-    """of the cache; None: the user's"""
-    fresh: bool = False
-    """forget what was measured before"""
-    deadline: float | None = None
-    """time.monotonic() at which to stop as Ctrl-C would"""
-
-    def stopping(self, round_: int) -> Stopping:
-        """The rule for one round."""
-        exact = None
-        if self.iterations is not None:
-            first = -(-self.iterations // ROUNDS)
-            exact = max(1, first if round_ == 0 else self.iterations - first)
-        return Stopping(minimum=3 - round_, half_width=self.half_width, seconds=self.seconds, exact=exact)
 
 
 @dataclass(slots=True)
@@ -82,10 +51,12 @@ class _State:
     total: float = 1.0
     saved: float = 0.0
     pieces: dict[tuple[int, int], Piece] = field(default_factory=dict)
-    warm: int = 0
-    """size at which every layer has just run; 0: none"""
+    warm: set[tuple[int, int]] = field(default_factory=set)
+    """(layer, size) of the units that have run in this process"""
     step: float = 0.0
     """seconds of a whole step per sample on the host, roughly; 0: not known"""
+    walked: tuple[int, Walk] | None = None
+    """the size that the layers' inputs are at hand for, and these; of a CPU only"""
 
     def advance(self, label: str, weight: float) -> None:
         self.done += weight
@@ -121,6 +92,8 @@ def measure(chain: Chain, empty: Measurement, settings: Settings, *, report: Rep
     state = _State(measured=known, settings=settings, report=report)
     clock = clock_of(chain.device)
     complete = False
+    gc.collect()
+    gc.freeze()  # the tracer's third of a million objects are not to be searched while something is timed
     try:
         if not state.measured.units:
             _group(chain, state, clock)
@@ -138,6 +111,7 @@ def measure(chain: Chain, empty: Measurement, settings: Settings, *, report: Rep
     except KeyboardInterrupt:
         pass
     finally:
+        gc.unfreeze()
         state.save()
     return state.measured, complete
 
@@ -152,12 +126,13 @@ def _group(chain: Chain, state: _State, clock: CudaClock | HostClock) -> None:
     dtype = next((item.dtype for item in chain.module.parameters() if item.is_floating_point()), torch.float32)
     piece, inputs = empty_piece(chain.device, dtype)
     nothing = time_piece(piece, inputs, clock=clock, stopping=Stopping(exact=25), warmup=10)
+    issue = empty_issue(piece, inputs) if chain.device.type == "cuda" else (None, None)
     sized = chain.at(size)
     pieces = _layers(sized, state)
     with _memory_errors(state.measured.model, size):
-        values = walk(sized, pieces, size)
+        values = _walk(sized, state, size)
         rough = [_roughly(chain, piece, values, clock) for piece in pieces]
-    state.warm = size
+    state.warm |= {(index, size) for index in range(len(pieces))}
     state.step = sum(item.forward.host.median + item.backward.host.median for item in rough) / size
     units, forward, backward = find_units(
         [item.forward for item in rough], [item.backward for item in rough], nothing.forward, nothing.backward
@@ -169,6 +144,8 @@ def _group(chain: Chain, state: _State, clock: CudaClock | HostClock) -> None:
         shares_backward=backward,
         empty_forward=nothing.forward,
         empty_backward=nothing.backward,
+        empty_issue_forward=issue[0],
+        empty_issue_backward=issue[1],
     )
 
 
@@ -177,9 +154,7 @@ def _roughly(chain: Chain, piece: Piece, values: Walk, clock: CudaClock | HostCl
     forward = values.seconds[piece.first]
     if chain.device.type == "cpu" and forward > _LARGE:
         own = Reading(host=summarise([forward]))
-        return PieceTimes(
-            forward=own, backward=Reading(host=summarise([2 * forward])), input_gradient=None, weight_gradient=None
-        )
+        return PieceTimes(forward=own, backward=Reading(host=summarise([2 * forward])), input_gradient=None)
     inputs = inputs_of(piece, values, chain.device)
     return time_piece(
         piece, inputs, clock=clock, stopping=Stopping(exact=1), warmup=_warmup(chain) - 1, apart=False
@@ -219,6 +194,17 @@ def _piece(chain: Chain, state: _State, first: int, last: int) -> Piece:
     return state.pieces[first, last]
 
 
+def _walk(chain: Chain, state: _State, size: int) -> Walk:
+    """What every layer receives at that size; on a CPU the last one's is kept, it takes a forward to make."""
+    if state.walked is not None and state.walked[0] == size:
+        return state.walked[1]
+    state.walked = None
+    values = walk(chain, _layers(chain, state), size)
+    if chain.device.type == "cpu":
+        state.walked = (size, values)
+    return values
+
+
 def _measure_size(chain: Chain, state: _State, clock: CudaClock | HostClock, size: int, round_: int) -> None:
     """All units, memory and the whole step at one size, in random order."""
     weight = float(size)
@@ -237,18 +223,18 @@ def _measure_size(chain: Chain, state: _State, clock: CudaClock | HostClock, siz
         )
     ]
     weighed = any(item.microbatch == size for item in measured.memory)
-    steps = sum(item.microbatch == size and item.round == round_ for item in measured.whole)
-    stepped = not state.settings.whole or steps >= _WHOLE_TIMES or _too_large(size) in measured.notes
+    stepped = not state.settings.whole or _steps_left(state, size, round_) == 0
     state.done += share - weight * (len(todo) + (not weighed) + (not stepped))
     if not todo and weighed and stepped:
         return
     sized = chain.at(size)
     if sized is not chain:
         state.pieces.clear()
-    if not stepped and todo and state.step * size < _LONG_STEP:
+        state.walked = None
+    if not stepped and todo and not _is_long(state, size):
         _measure_whole(sized, state, size, round_)
     try:
-        _time_units(sized, state, clock, size, round_, todo)
+        _time_units(sized, state, clock, size, round_, todo, whole=not stepped and _is_long(state, size))
         if not weighed:
             memory = weigh(sized, _layers(sized, state), size)
             state.measured = replace(state.measured, memory=(*state.measured.memory, memory))
@@ -263,8 +249,9 @@ def _measure_size(chain: Chain, state: _State, clock: CudaClock | HostClock, siz
     finally:
         if sized is not chain:
             state.pieces.clear()
+            state.walked = None
     if not stepped:
-        if _too_large(size) not in state.measured.notes:
+        while _steps_left(state, size, round_) > 0:
             _measure_whole(sized, state, size, round_)
         state.advance(f"{size}: whole step", weight)
     _free(chain)
@@ -277,24 +264,29 @@ def _time_units(
     size: int,
     round_: int,
     units: Sequence[tuple[int, int]],
+    *,
+    whole: bool,
 ) -> None:
+    """Each unit in random order; `whole`: and the whole step halfway through."""
     if not units:
         return
-    values = walk(chain, _layers(chain, state), size)
-    warm = state.warm == size and chain.device.type == "cpu"
-    state.warm = 0
+    values = _walk(chain, state, size)
     order = list(units)
     random.Random(f"{state.settings.seed}/{round_}/{size}").shuffle(order)
-    for first, last in order:
+    for count, (first, last) in enumerate(order):
+        if whole and count == len(order) // 2:
+            _measure_whole(chain, state, size, round_)
         piece = _piece(chain, state, first, last)
         before = state.measured.rounds(size, first)
         long = any(item.backward.host.median > _LONG for item in before)
+        warm = (first, size) in state.warm
+        state.warm.add((first, size))
         times = time_piece(
             piece,
             inputs_of(piece, values, chain.device),
             clock=clock,
             stopping=state.settings.stopping(round_),
-            warmup=0 if long or warm else _warmup(chain),
+            warmup=0 if long or (warm and chain.device.type == "cpu") else _warmup(chain),
             apart=not long or state.settings.iterations is not None,
         )
         timing = UnitTiming(
@@ -305,7 +297,6 @@ def _time_units(
             forward=times.forward,
             backward=times.backward,
             input_gradient=times.input_gradient,
-            weight_gradient=times.weight_gradient,
         )
         others = [
             item
@@ -319,14 +310,31 @@ def _time_units(
 def _measure_whole(chain: Chain, state: _State, size: int, round_: int) -> None:
     try:
         stopping = replace(state.settings.stopping(round_), minimum=1)
-        warmup = 0 if chain.device.type == "cpu" else _warmup(chain)
-        step = time_whole(chain, size, round_=round_, stopping=stopping, warmup=warmup)
+        warmup = 0
+        if chain.device.type != "cpu":
+            stopping = replace(stopping, minimum=3, seconds=max(stopping.seconds, _WHOLE_SECONDS))
+            warmup = _warmup(chain)
+        units = [_piece(chain, state, first, last) for first, last in state.measured.units]
+        step = time_whole(chain, size, units=units, round_=round_, stopping=stopping, warmup=warmup)
         state.measured = replace(state.measured, whole=(*state.measured.whole, step))
     except Exception as error:
         if not is_out_of_memory(error):
             raise _failure(state.measured.model, size, error) from error
         notes = dict.fromkeys((*state.measured.notes, _too_large(size)))
         state.measured = replace(state.measured, notes=tuple(notes))
+
+
+def _is_long(state: _State, size: int) -> bool:
+    known = state.measured.step(size)
+    return (known.median if known else state.step * size) >= _LONG_STEP
+
+
+def _steps_left(state: _State, size: int, round_: int) -> int:
+    """How often the whole step is still to be timed in this round."""
+    if _too_large(size) in state.measured.notes:
+        return 0
+    found = [(item.round, item.eager.median) for item in state.measured.whole if item.microbatch == size]
+    return steps_left(found, round_, long=_is_long(state, size))
 
 
 def _too_large(size: int) -> str:

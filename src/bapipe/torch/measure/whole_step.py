@@ -10,35 +10,85 @@ import torch
 from torch import Tensor
 
 from bapipe.torch.build import make_optimizer
-from bapipe.torch.measure.chain import Chain, tensors_of
+from bapipe.torch.measure.chain import Chain, Piece, tensors_of
 from bapipe.torch.measure.clock import Clock, HostClock
-from bapipe.torch.measure.memory import storage_of
+from bapipe.torch.measure.issue import StepIssue
+from bapipe.torch.measure.memory import is_out_of_memory, storage_of
 from bapipe.torch.measure.record import Reading, WholeStep
+from bapipe.torch.measure.settings import ROUNDS
 from bapipe.torch.measure.statistics import Stopping, Summary, summarise
 
-__all__ = ["time_update", "time_whole"]
+__all__ = ["steps_left", "time_update", "time_whole"]
 
 _LONG = 0.5
 """seconds of a step from which on the first counts, though nothing warmed it up"""
+_DISAGREE = 0.05
+"""relative difference of two long steps from which on a third decides"""
 
 
-def time_whole(chain: Chain, size: int, *, round_: int, stopping: Stopping, warmup: int) -> WholeStep:
-    """Forward and backward of the whole model from idle to idle, as the module itself and (GPU) as one stage.
+def steps_left(times: Sequence[tuple[int, float]], round_: int, *, long: bool) -> int:
+    """How often the whole step is still to be timed in this round; `times` are the rounds and seconds so far.
 
-    The gradients are there and are added to. On a GPU the allocator's peak of the eager step is taken too.
+    Twice, before the layers and after them, so that a drift of the machine hits both alike. A long one once,
+    halfway through the layers; where the rounds then differ, once more at the end, and the middle one counts.
+    """
+    here = sum(taken == round_ for taken, _ in times)
+    if not long:
+        return max(0, 2 - here)
+    seconds = [own for _, own in times]
+    doubt = len(seconds) == ROUNDS and max(seconds) - min(seconds) > _DISAGREE * min(seconds)
+    return 1 if doubt and here else max(0, 1 - here)
+
+
+def time_whole(
+    chain: Chain, size: int, *, units: Sequence[Piece], round_: int, stopping: Stopping, warmup: int
+) -> WholeStep:
+    """Forward and backward of the whole model from idle to idle, as the module itself.
+
+    On a GPU also as one stage, and how long the host takes to issue each of the `units` within a step: the three
+    by turns, so that what slows the machine for a while slows them alike. The allocator's peak of the eager step
+    is taken too. The gradients are there and are added to.
     """
     leaves, call = chain.inputs(size)
     device = chain.device
     _make_gradients(chain)
-    eager = _time(lambda: tensors_of(call(leaves)), device, stopping, warmup)
-    peak = idle = None
-    one: Summary | None = None
-    if device.type == "cuda":
-        peak, idle = _peak(chain, lambda: tensors_of(call(leaves)), leaves)
-        piece = chain.piece(0, len(chain.layers) - 1)
-        roots = [leaves[index] for index in piece.roots]
-        one = _time(lambda: tensors_of(piece.run(*roots)), device, stopping, warmup)
-    return WholeStep(microbatch=size, round=round_, chain=one or eager, eager=eager, peak=peak, idle=idle)
+
+    def eager() -> list[Tensor]:
+        return tensors_of(call(leaves))
+
+    if device.type != "cuda":
+        (own,) = _time([_Step(eager)], device, stopping, warmup)
+        return WholeStep(microbatch=size, round=round_, chain=own, eager=own)
+    piece = chain.piece(0, len(chain.layers) - 1)
+    roots = [leaves[index] for index in piece.roots]
+    issue = _fitting(StepIssue(units, leaves), warmup)
+    peak, idle = _peak(chain, eager, leaves)
+    steps = [_Step(eager), _Step(lambda: tensors_of(piece.run(*roots)))]
+    own, one = _time(steps, device, stopping, warmup, beside=issue)
+    forward, backward = issue.summaries() if issue else ((), ())
+    return WholeStep(
+        microbatch=size,
+        round=round_,
+        chain=one,
+        eager=own,
+        peak=peak,
+        idle=idle,
+        issue_forward=forward,
+        issue_backward=backward,
+    )
+
+
+def _fitting(issue: StepIssue, warmup: int) -> StepIssue | None:
+    """The same after a few steps; None where it does not fit: eager does not keep what crosses the cuts."""
+    try:
+        for _ in range(max(1, warmup)):
+            issue(keep=False)
+        issue.errors.clear()  # or they would count as memory that nothing explains
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return issue
 
 
 def _make_gradients(chain: Chain) -> None:
@@ -47,34 +97,53 @@ def _make_gradients(chain: Chain) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _time(forward: Callable[[], list[Tensor]], device: torch.device, stopping: Stopping, warmup: int) -> Summary:
-    errors: list[Tensor] = []
-    samples: list[float] = []
+class _Step:
+    """A forward, and the backward from fixed gradients."""
+
+    def __init__(self, forward: Callable[[], list[Tensor]]) -> None:
+        self.forward = forward
+        self.errors: list[Tensor] = []
+
+    def __call__(self) -> None:
+        outputs = [value for value in self.forward() if value.requires_grad]
+        if not self.errors:
+            self.errors = [torch.randn_like(value) / max(1, value.numel()) ** 0.5 for value in outputs]
+        if outputs:
+            torch.autograd.backward(outputs, self.errors)
+
+
+def _time(
+    steps: Sequence[_Step],
+    device: torch.device,
+    stopping: Stopping,
+    warmup: int,
+    *,
+    beside: StepIssue | None = None,
+) -> list[Summary]:
+    """Each of the steps by turns, until the first has been sampled often enough."""
+    samples: list[list[float]] = [[] for _ in steps]
     clock = HostClock()
-    for _ in range(warmup):
-        _step(forward, errors)
+    for step in steps:
+        for _ in range(warmup):
+            step()
     cold = warmup == 0
     begun = time.perf_counter()
-    while not stopping.done(samples, spent=time.perf_counter() - begun):
-        _idle(device)
-        clock.begin()
-        clock.mark()
-        _step(forward, errors)
-        _idle(device)
-        clock.mark()
-        taken = clock.read()[0].host
-        if not cold or taken >= _LONG:
-            samples.append(taken)
+    while not stopping.done(samples[0], spent=time.perf_counter() - begun):
+        for step, own in zip(steps, samples, strict=True):
+            _idle(device)
+            clock.begin()
+            clock.mark()
+            step()
+            _idle(device)
+            clock.mark()
+            taken = clock.read()[0].host
+            if not cold or taken >= _LONG:
+                own.append(taken)
+        if beside is not None:
+            _idle(device)
+            beside()
         cold = False
-    return summarise(samples)
-
-
-def _step(forward: Callable[[], list[Tensor]], errors: list[Tensor]) -> None:
-    outputs = [value for value in forward() if value.requires_grad]
-    if not errors:
-        errors.extend(torch.randn_like(value) / max(1, value.numel()) ** 0.5 for value in outputs)
-    if outputs:
-        torch.autograd.backward(outputs, errors)
+    return [summarise(own) for own in samples]
 
 
 def _idle(device: torch.device) -> None:
@@ -99,7 +168,7 @@ def _peak(chain: Chain, forward: Callable[[], list[Tensor]], leaves: Sequence[An
 def time_update(chain: Chain, optimizer: str, *, clock: Clock, stopping: Stopping, warmup: int) -> Reading | None:
     """The optimizer's step over all parameters, at rate 0 so that nothing changes; None without parameters."""
     _make_gradients(chain)
-    made = make_optimizer(optimizer, chain.module, rate=0.0)
+    made = make_optimizer(optimizer, list(chain.module.parameters()), rate=0.0)
     if made is None:
         return None
     for _ in range(warmup):

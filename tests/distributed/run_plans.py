@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from bapipe.schedule.actions import Schedule
 from bapipe.schedule.files import ScheduleFile
 from bapipe.schedule.orders import capped, make_schedule, with_update
 
-__all__ = ["ROOT", "caps_of", "make_plan", "tiny_profile"]
+__all__ = ["ROOT", "SMALL", "caps_of", "fragile_plan", "make_plan", "small_plan", "tiny_profile"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = AcceleratorType(
@@ -68,8 +69,13 @@ def make_plan(
     update: bool = True,
     model: ModelRef | None = None,
     layers: Sequence[str] | None = None,
+    dtype: str | None = None,
+    nodes: Sequence[str] = ("localhost",),
 ) -> Plan:
-    """A plan for so many CPU ranks of one host; another model's layers cost what the profile's first ones do."""
+    """A plan for so many CPU ranks, rank r on node r mod their number, the k-th there being k.
+
+    Another model's layers cost what the profile's first ones do.
+    """
     profile = tiny_profile()
     names = tuple(layers or (layer.name for layer in profile.layers))
     costs = profile.at("cpu-core", microbatch_size)
@@ -77,20 +83,22 @@ def make_plan(
     orders = _schedule(schedule, stages, microbatches) if isinstance(schedule, str) else schedule
     if update:
         orders = with_update(orders)
+    names_of = [f"{nodes[i % len(nodes)]}/{i // len(nodes)}" for i in range(stages)]
     cluster = Cluster(
         name=f"{stages} CPU ranks",
         accelerators=tuple(
-            Accelerator(name=f"localhost/{i}", type="cpu-core", node="localhost") for i in range(stages)
+            Accelerator(name=name, type="cpu-core", node=name.partition("/")[0]) for name in names_of
         ),
         types={"cpu-core": CPU},
         within=Link(bandwidth=1e9, latency=50e-6),
+        between=Link(bandwidth=1e9, latency=50e-6) if len(nodes) > 1 else None,
     )
     parts = []
     for index, (first, last) in enumerate(_cut((costs.forward + costs.backward)[chosen], stages)):
         span = slice(first, last + 1)
         parts.append(
             PlanStage(
-                accelerators=(f"localhost/{index}",),
+                accelerators=(names_of[index],),
                 first_layer=first,
                 last_layer=last,
                 layers=names[span],
@@ -114,7 +122,7 @@ def make_plan(
         model=model or profile.model,
         profile_hash=profile.hash,
         cluster=cluster,
-        dtype=profile.dtype,
+        dtype=dtype or profile.dtype,
         optimizer=optimizer,
         strategy="by hand",
         microbatch_size=microbatch_size,
@@ -129,3 +137,19 @@ def make_plan(
 def double(model: ModelRef, **args: int) -> ModelRef:
     """The same model in float64 and with other arguments, which its fingerprint is not of."""
     return replace(model, args={**model.args, **args, "float64": True}, fingerprint=None)
+
+
+SMALL = ("layer0", "layer1", "layer2", "layer3", "layer4", "head")
+
+
+def small_plan(schedule: str | Schedule, **options: Any) -> Plan:
+    """A plan of a float64 model that is small enough to run many of."""
+    model = double(tiny_profile().model, hidden=12, layers=len(SMALL))
+    return make_plan(schedule, model=model, layers=SMALL, dtype="fp64", **options)
+
+
+def fragile_plan(how: str, note: Path | str = "", *, stages: int = 3, **args: Any) -> Plan:
+    """Three layers, of which the second does what it is asked to in one of its forwards."""
+    model = ModelRef(name="fragile", ref="fragile_model:build", args={"how": how, "note": str(note), **args})
+    layers = ("first", "second", "third")
+    return make_plan("1f1b-sno", stages=stages, microbatch_size=2, model=model, layers=layers, dtype="fp64")

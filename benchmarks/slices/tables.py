@@ -1,0 +1,53 @@
+"""result.json -> result.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["all_tables", "result_table"]
+
+
+def all_tables(result: dict[str, Any]) -> str:
+    """Every run of a collection, as result.json in this folder is one."""
+    parts = [f"Environment: {result['environment']}", ""]
+    for run in result["runs"]:
+        parts.append(result_table(run))
+        if run["note"]:
+            parts.append(f"{run['note'][0].upper()}{run['note'][1:]}.\n")
+    return "\n".join(parts)
+
+
+def result_table(result: dict[str, Any]) -> str:
+    """A row per case: predicted beside measured."""
+    links = result["links"]
+    lines = [
+        f"{result['slices']} slices of 16 GB; links {links.get('bandwidth', 0) / 1e9:.1f} GB/s and "
+        f"{links.get('latency', 0) * 1e6:.0f} µs, all-reduce {links.get('all_reduce', 0) / 1e9:.2f} GB/s, "
+        "as measured before the runs.",
+        "",
+        "| model | case | micro-batch | mini-batch | predicted, s | measured, s | error | samples/s | memory, GB "
+        "| error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if "error" in row:
+            lines.append(f"| {row['model']} | {row['case']} | | | | {row['error'][:120]} | | | | |")
+            continue
+        pairs = list(zip(row["memory_predicted"], row["memory_measured"], strict=False))
+        fullest = max(measured for _, measured in pairs)
+        off = max((predicted / measured - 1 for predicted, measured in pairs), key=abs)
+        lines.append(
+            f"| {row['model']} | {row['case']} ({row['schedule']}{', recomputing' if row['recompute'] else ''}) "
+            f"| {row['microbatch']} | {row['minibatch']} | {row['predicted']:.3f} | {row['measured']:.3f} "
+            f"| {row['predicted'] / row['measured'] - 1:+.1%} | {row['throughput']:.0f} | {fullest / 1e9:.2f} "
+            f"| {off:+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    folder = Path(__file__).parent
+    collection = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    (folder / "result.md").write_text(all_tables(collection), encoding="utf-8")

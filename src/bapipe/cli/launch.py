@@ -1,0 +1,67 @@
+"""`bapipe launch`: what to start on every node of a plan, or the plan itself where it has one."""
+
+from __future__ import annotations
+
+import click
+
+from bapipe.cli.run import run_options, with_saving
+from bapipe.errors import BaPipeError
+
+__all__ = ["launch_command"]
+
+
+@click.command("launch")
+@click.argument("plan_file", type=click.Path(dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--print", "only_print", is_flag=True, help="Write the command of every node and a SLURM script.")
+@click.option("--script", type=click.Path(dir_okay=False), help="Your own training script; ARGUMENTS are for it.")
+@click.option("--head", help="Address of the first node.  [default: its name in the cluster file]")
+@click.option("--port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="On the first node.")
+@run_options
+def launch_command(
+    plan_file: str,
+    arguments: tuple[str, ...],
+    only_print: bool,
+    script: str | None,
+    head: str | None,
+    port: int,
+    **options: object,
+) -> None:
+    """Start PLAN_FILE on its nodes: with --print, the exact torchrun command of each, and a SLURM script.
+
+    Without --print a plan of one node is started here. The options of a run are those of bapipe run; with --script
+    your script runs instead, with the ARGUMENTS that follow.
+
+    \b
+    Examples:
+      bapipe launch plan.json --print --steps 100
+      bapipe launch plan.json --print --script train.py -- plan.json --epochs 3
+    """
+    from bapipe.plan import read_plan
+    from bapipe.torch.launch import check_run, launch, start_script, worker_arguments
+    from bapipe.torch.nodes import node_commands, ranks_by_node, slurm_script
+
+    if script is None and arguments:
+        raise BaPipeError(f"'{arguments[0]}' is no option of a run; give --script to start your own script")
+    options = with_saving(options)
+    steps, timeout, tensorboard = options["steps"], options["timeout"], options["tensorboard"]
+    check_run(plan_file, steps=steps, timeout=timeout, tensorboard=tensorboard)  # type: ignore[arg-type]
+    plan = read_plan(plan_file)
+    program = worker_arguments(plan_file, **options) if script is None else [script, *arguments]  # type: ignore[arg-type]
+    if only_print:
+        for command in node_commands(plan, program, head=head, port=port):
+            click.echo(f"# on {command.node}: ranks {', '.join(map(str, command.ranks))}")
+            click.echo(command.line)
+            click.echo()
+        click.echo("# or, as a batch script for SLURM:")
+        click.echo(slurm_script(plan, program, port=port), nl=False)
+        return
+    nodes = ranks_by_node(plan)
+    if len(nodes) > 1:
+        raise BaPipeError(
+            f"the plan has {len(nodes)} nodes ({', '.join(nodes)[:100]}); start on each what --print writes for it"
+        )
+    started = start_script(len(plan.ranks), program) if script is not None else None
+    code = launch(plan_file, **options) if started is None else started  # type: ignore[arg-type]
+    if code:
+        raise click.exceptions.Exit(code)

@@ -1,0 +1,119 @@
+"""Sums of gradients between ranks: among the replicas of a stage, and among all that hold a tied weight."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bapipe.torch.transport import guarded
+
+__all__ = ["BUCKET_BYTES", "Reducer", "TiedWeights"]
+
+BUCKET_BYTES = 25 * 2**20
+"""as torch's DistributedDataParallel"""
+
+
+class Reducer:
+    """Sums a stage's gradients over its replicas, in buckets and while the last backward still runs.
+
+    Buckets are filled from the last parameter to the first, as a backward reaches them, and go out in that order
+    on every replica. The losses are weighted by their share of the mini-batch, so the sum needs no division.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._buckets = _buckets([item for item in reversed(parameters) if item.requires_grad])
+        self._place = {id(item): index for index, bucket in enumerate(self._buckets) for item in bucket}
+        self._missing: list[int] = []
+        self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
+        self._listening = False
+        # torch keeps a hook where Python's collector does not look, so it must not keep the parameters in turn.
+        ready = weakref.WeakMethod(self._ready)
+
+        def hook(parameter: Tensor) -> None:
+            alive = ready()
+            if alive is not None:
+                alive(parameter)
+
+        for bucket in self._buckets:
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        """The last gradients are about to be made: send each bucket as it fills."""
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._listening = True
+
+    def _ready(self, parameter: Tensor) -> None:
+        if not self._listening:
+            return
+        self._missing[self._place[id(parameter)]] -= 1
+        while len(self._under_way) < len(self._buckets) and self._missing[len(self._under_way)] == 0:
+            self._send(len(self._under_way))
+
+    def _send(self, index: int) -> None:
+        bucket = self._buckets[index]
+        present = [float(item.grad is not None) for item in bucket]
+        first = bucket[0]
+        flat = torch.cat([*(_gradient(item).reshape(-1) for item in bucket), first.new_tensor(present)])
+        with guarded(None):
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        self._under_way.append((work, flat, bucket))
+
+    def finish(self) -> None:
+        """Send what no gradient came for as zeros, wait, and leave the sums in `.grad`.
+
+        A weight without a gradient on any replica has none afterwards, as in one process: an optimizer leaves it.
+        """
+        self._listening = False
+        for index in range(len(self._under_way), len(self._buckets)):
+            self._send(index)
+        for work, flat, bucket in self._under_way:
+            with guarded(None):
+                work.wait()
+            *parts, counts = torch.split(flat, [*(item.numel() for item in bucket), len(bucket)])
+            for parameter, part, count in zip(bucket, parts, counts.tolist(), strict=True):
+                if not count:
+                    continue
+                gradient = _gradient(parameter)
+                gradient.copy_(part.view_as(gradient))
+                parameter.grad = gradient
+        self._under_way.clear()
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    filled, dtype = 0, None
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if not buckets or filled + size > BUCKET_BYTES or parameter.dtype != dtype:
+            buckets.append([])
+            filled, dtype = 0, parameter.dtype
+        buckets[-1].append(parameter)
+        filled += size
+    return buckets
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+class TiedWeights:
+    """Sums the gradients of weights that several stages hold, so that all their copies make the same update."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, dist.ProcessGroup]) -> None:
+        """By name, the same on every rank that holds them; `parameters` are this rank's."""
+        own = (name for name in sorted(groups) if name in parameters and parameters[name].requires_grad)
+        self._tied = [(parameters[name], groups[name]) for name in own]
+
+    def finish(self) -> None:
+        for parameter, group in self._tied:
+            gradient = _gradient(parameter).contiguous()
+            with guarded(None):
+                dist.all_reduce(gradient, group=group)
+            parameter.grad = gradient

@@ -1,0 +1,245 @@
+"""The backward of a stage in two parts, without a change to its modules: errors first, weight gradients later.
+
+In autograd's graph, nodes between the outputs and the stage's inputs are the trunk; what leads from there to a
+weight is a branch. The first part runs the trunk and notes the gradient that enters each node with a branch. The
+second starts again at those nodes and runs only the branches.
+
+    output ── Addmm ── Relu ── Addmm ── input        trunk
+                └─ T ── weight   └─ T ── weight      branches
+
+A weight that hangs on several trunk nodes would be counted again by every node above it, so it gets its gradient
+in the first part; so does one of a recurrent layer whose library makes both gradients in one go. A stage without
+inputs that want an error has no trunk: all is done in the second part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+__all__ = ["DelayedWeights", "SplitBackward"]
+
+_Path = tuple[int, ...]
+"""from an output to a node: the number of the output, then at each node which way to go on"""
+
+
+_INDIVISIBLE = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
+"""nodes that compute the error again to get at the weights' gradient"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Branch:
+    """A trunk node and the weights whose only way to the trunk it is."""
+
+    path: _Path
+    name: str
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Anatomy:
+    """Which weights wait for the second part."""
+
+    branches: tuple[_Branch, ...]
+    early: tuple[int, ...]
+    """weights that hang on several nodes"""
+    free: tuple[int, ...]
+    """weights that no trunk leads to"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DelayedWeights:
+    """What the second part needs; holds the graph of the micro-batch."""
+
+    entered: tuple[tuple[Node, list[tuple[Tensor | None, ...]], tuple[nn.Parameter, ...]], ...]
+    """trunk node, the gradients that entered it, and the weights on its branch"""
+    outputs: tuple[Tensor, ...]
+    errors: tuple[Tensor | None, ...]
+    free: tuple[nn.Parameter, ...]
+
+    def run(self) -> None:
+        """Add the weight gradients to `.grad`."""
+        for node, gradients, weights in self.entered:
+            for entered in gradients:
+                edges = [
+                    (GradientEdge(node, number), gradient)
+                    for number, gradient in enumerate(entered)
+                    if gradient is not None
+                ]
+                if edges:
+                    _add([edge for edge, _ in edges], [gradient for _, gradient in edges], weights)
+        if self.free:
+            _add(self.outputs, self.errors, self.free)
+
+
+def _add(outputs: Sequence[Any], errors: Sequence[Tensor | None], weights: Sequence[nn.Parameter]) -> None:
+    """Gradients by `grad`, because `backward` does not start from edges in every version of torch.
+
+    The first is copied: two weights may be given the same tensor.
+    """
+    found = torch.autograd.grad(outputs, weights, errors, allow_unused=True)
+    for weight, gradient in zip(weights, found, strict=True):
+        if gradient is not None:
+            weight.grad = gradient.clone() if weight.grad is None else weight.grad.add_(gradient)
+
+
+class SplitBackward:
+    """Splits the backward of one stage's module."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], *, fixed: bool = False) -> None:
+        """`fixed`: the graph is the same for every micro-batch, so it is looked at once (some 3 µs a node)."""
+        self._weights = [weight for weight in weights if weight.requires_grad]
+        self._fixed = fixed
+        self._anatomy: _Anatomy | None = None
+
+    def run(
+        self, outputs: Sequence[Tensor], errors: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> DelayedWeights:
+        """The first part: errors into the inputs' `.grad`. All outputs have a gradient, all inputs want one."""
+        roots = [output.grad_fn for output in outputs]
+        nodes = self._nodes(roots) if self._fixed else None
+        if nodes is None:
+            self._anatomy = _dissect(roots, inputs, self._weights)
+            nodes = self._nodes(roots)
+            assert nodes is not None
+        anatomy = self._anatomy
+        assert anatomy is not None
+        entered, handles = [], []
+        for branch, node in zip(anatomy.branches, nodes, strict=True):
+            noted: list[tuple[Tensor | None, ...]] = []
+            handles.append(node.register_prehook(_noting(noted)))
+            entered.append((node, noted, tuple(self._weights[index] for index in branch.weights)))
+        wanted = [*inputs, *(self._weights[index] for index in anatomy.early)]
+        try:
+            if wanted:
+                torch.autograd.backward(tuple(outputs), tuple(errors), inputs=wanted, retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return DelayedWeights(
+            entered=tuple(entered),
+            outputs=tuple(outputs),
+            errors=tuple(errors),
+            free=tuple(self._weights[index] for index in anatomy.free),
+        )
+
+    def _nodes(self, roots: Sequence[Node | None]) -> list[Node] | None:
+        """The nodes of the branches in this micro-batch's graph; None if it is not the known one."""
+        if self._anatomy is None:
+            return None
+        found: list[Node] = []
+        known: dict[_Path, Any] = {}
+        for branch in self._anatomy.branches:
+            node = _follow(roots, branch.path, known)
+            if node is None or node.name() != branch.name:
+                return None
+            found.append(node)
+        return found
+
+
+def _noting(noted: list[tuple[Tensor | None, ...]]) -> Callable[[tuple[Tensor, ...]], None]:
+    def note(gradients: tuple[Tensor, ...]) -> None:
+        noted.append(gradients)
+
+    return note
+
+
+def _follow(roots: Sequence[Node | None], path: _Path, known: dict[_Path, Any]) -> Node | None:
+    """The node at the end of a path; paths share their beginnings, which are walked once."""
+    depth = len(path)
+    while depth > 1 and path[:depth] not in known:
+        depth -= 1
+    node = known.get(path[:depth])
+    if depth == 1 and node is None:
+        node = known[path[:1]] = roots[path[0]] if path[0] < len(roots) else None
+    for position in range(depth, len(path)):
+        if node is None:
+            return None
+        onward = node.next_functions
+        node = onward[path[position]][0] if path[position] < len(onward) else None
+        known[path[: position + 1]] = node
+    return node
+
+
+def _dissect(roots: Sequence[Node | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> _Anatomy:
+    order, paths, parents = _walk(roots)
+    ends = {id(value): -1 for value in inputs} | {id(weight): number for number, weight in enumerate(weights)}
+    trunk: set[Node] = set()
+    holders: dict[int, Node] = {}
+    for node in order:
+        leaf = ends.get(id(getattr(node, "variable", None)))
+        if leaf is not None and leaf >= 0:
+            holders[leaf] = node
+        if leaf == -1 or any(child in trunk for child, _ in node.next_functions):
+            trunk.add(node)
+    tops = {root for root in roots if root is not None}
+    branches: dict[Node, list[int]] = {}
+    early, free = [], []
+    for number, holder in holders.items():
+        joints, outside = _joints(holder, trunk, parents, tops)
+        if len(joints) == 1 and not outside and joints[0].name() not in _INDIVISIBLE:
+            branches.setdefault(joints[0], []).append(number)
+        elif joints:
+            early.append(number)
+        else:
+            free.append(number)
+    return _Anatomy(
+        branches=tuple(
+            _Branch(path=paths[node], name=node.name(), weights=tuple(numbers))
+            for node, numbers in branches.items()
+        ),
+        early=tuple(early),
+        free=tuple(free),
+    )
+
+
+def _walk(roots: Sequence[Node | None]) -> tuple[list[Node], dict[Node, _Path], dict[Node, list[Node]]]:
+    """All nodes, each after those it leads to; a path to each; and who leads to it."""
+    order: list[Node] = []
+    paths: dict[Node, _Path] = {}
+    parents: dict[Node, list[Node]] = {}
+    for number, root in enumerate(roots):
+        if root is None or root in paths:
+            continue
+        paths[root] = (number,)
+        stack: list[tuple[Node, int]] = [(root, 0)]
+        while stack:
+            node, position = stack.pop()
+            onward = node.next_functions
+            while position < len(onward):
+                child = onward[position][0]
+                position += 1
+                if child is None:
+                    continue
+                parents.setdefault(child, []).append(node)
+                if child not in paths:
+                    paths[child] = (*paths[node], position - 1)
+                    stack.append((node, position))
+                    stack.append((child, 0))
+                    break
+            else:
+                order.append(node)
+    return order, paths, parents
+
+
+def _joints(
+    holder: Node, trunk: set[Node], parents: dict[Node, list[Node]], tops: set[Node]
+) -> tuple[list[Node], bool]:
+    """The trunk nodes that a weight's branch hangs on, and whether it reaches an output beside the trunk."""
+    joints: dict[Node, None] = {}
+    outside = holder in tops
+    seen, waiting = {holder}, [holder]
+    while waiting:
+        for parent in parents.get(waiting.pop(), ()):
+            if parent in trunk:
+                joints[parent] = None
+            elif parent not in seen:
+                seen.add(parent)
+                waiting.append(parent)
+                outside = outside or parent in tops
+    return list(joints), outside

@@ -1,0 +1,232 @@
+"""Runs that fail: every rank ends, and says on one line which rank, host, stage and action it was, and why."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="running a plan needs torch: pip install bapipe[torch]")
+
+import torch.distributed as dist  # noqa: E402
+from run_plans import ROOT, fragile_plan, small_plan  # noqa: E402
+
+from bapipe.errors import BaPipeError  # noqa: E402
+from bapipe.plan import Plan, write_plan  # noqa: E402
+from bapipe.torch import Pipeline  # noqa: E402
+from bapipe.torch.build import build_model  # noqa: E402
+from bapipe.torch.data import batches_for  # noqa: E402
+from bapipe.torch.failure import RunError  # noqa: E402
+from bapipe.torch.launch import launch  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+HOST = re.escape(socket.gethostname())
+FAR_TOO_LONG = 240
+"""seconds; a run that has not ended by then hangs"""
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("kill", r"was killed by SIGKILL; rank [02] noticed"),
+        (
+            "raise",
+            r"ValueError: the layer broke \(.*fragile_model.py:\d+\), in layer 'second', micro-batch \d, "
+            r"given \(2, 4\) float64",
+        ),
+        ("stop", r"does not answer; rank [02] waited 3 s"),
+    ],
+)
+def test_a_rank_that_fails_ends_a_run_with_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    write_plan(fragile_plan(how, tmp_path / "note"), tmp_path / "plan.json")
+    code = launch(tmp_path / "plan.json", steps=1000, timeout=3 if how == "stop" else FAR_TOO_LONG)
+    assert code == 1
+    assert time.time() - float((tmp_path / "note").read_text()) < FAR_TOO_LONG / 4
+    line, *table = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(rf"bapipe: rank 1 on {HOST}, stage 1, action 1F\d of step \d+: {reason}", line)
+    if how != "stop":
+        assert table == []
+        return
+    assert table[0].split() == ["rank", "stage", "host", "at", "waits", "for", "for", "heard"]
+    assert [row.split()[0] for row in table[1:]] == ["0", "1", "2"]
+    assert "rank 1 (1B" in table[1]
+    assert re.search(r"action 1F\d of step \d+ +not known .* ago$", table[2])
+    assert "rank 1 (1F" in table[3]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Any]:
+    """Starts four ranks of tests/distributed/own_loop.py and waits for them; ends them all, come what may."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str, plan: Plan | None = None) -> subprocess.Popen[str]:
+        write_plan(plan or small_plan("1f1b-so", stages=4), tmp_path / "plan.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += ["--nproc-per-node", "4", str(HERE / "own_loop.py"), str(tmp_path / "plan.json")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        started.append(
+            subprocess.Popen(
+                [*command, str(tmp_path), *options],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[0]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _stepped(folder: Path, process: subprocess.Popen[str]) -> dict[int, int]:
+    """The ranks' process numbers, once all of them train."""
+    end = time.monotonic() + FAR_TOO_LONG
+    while not all((folder / f"stepped-{rank}").exists() for rank in range(4)):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return {rank: int((folder / f"pid-{rank}").read_text()) for rank in range(4)}
+
+
+def _lines(process: subprocess.Popen[str]) -> tuple[list[str], str]:
+    """What BaPipe said on standard error, and all of it, once torchrun has ended."""
+    error = process.communicate(timeout=FAR_TOO_LONG)[1]
+    return [line for line in error.splitlines() if line.startswith("bapipe: ")], error
+
+
+def test_a_killed_rank_ends_a_users_own_script_on_every_rank(tmp_path: Path, torchrun: Any) -> None:
+    """Rank 0 is busy with something else for ten minutes: it is told, too."""
+    process = torchrun("--slow", "0")
+    ranks = _stepped(tmp_path, process)
+    os.kill(ranks[2], signal.SIGKILL)
+    lines, error = _lines(process)
+    assert process.returncode == 1
+    assert len(lines) == 3, error
+    assert len(set(lines)) == 1
+    located = rf"rank 2 on {HOST}, stage 2, (action 2[FB]\d of step|summing the loss, step|after step) \d+"
+    assert re.match(rf"bapipe: {located}: has ended or cannot be reached; rank [013] noticed at ", lines[0])
+    assert "[rank" not in error, "another rank's failure needs no traceback"
+
+
+def test_a_stopped_rank_is_found_though_all_wait_for_each_other(tmp_path: Path, torchrun: Any) -> None:
+    """The script's own process group would wait for half an hour."""
+    process = torchrun("--timeout", "3", "--own-group")
+    ranks = _stepped(tmp_path, process)
+    os.kill(ranks[3], signal.SIGSTOP)
+    lines, error = _lines(process)
+    assert len(lines) == 3, error
+    assert len(set(lines)) == 1
+    assert re.match(rf"bapipe: rank 3 on {HOST}, stage 3, .*: does not answer; rank \d waited 3 s", lines[0])
+    assert error.count("waits for") == 1
+    assert not Path(f"/proc/{ranks[3]}").exists(), "torchrun would have waited for it"
+
+
+def test_a_mini_batch_other_than_planned_is_refused_by_every_rank(torchrun: Any) -> None:
+    process = torchrun("--samples", "31")
+    _, error = _lines(process)
+    assert process.returncode == 1
+    said = "input 0 has 31 samples, the plan is for a mini-batch of 32; give so many"
+    assert all(f"[rank{rank}]: bapipe.errors.BaPipeError: {said}" in error for rank in range(4)), error
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _pipeline(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, Any]:
+    monkeypatch.syspath_prepend(str(HERE))
+    built = build_model(plan.model, folders=[ROOT], dtype=plan.dtype)
+    pipe = Pipeline(lambda: (built.module, built.args, built.kwargs), plan, built.loss, seed=None)
+    return pipe, batches_for(built, "synthetic", minibatch=plan.minibatch, seed=0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("forward", r"0F\d of step 0: ValueError: .*, in layer 'second', micro-batch \d, given \(2, 4\) float64"),
+        (
+            "backward",
+            r"0B\d of step 0: ValueError: .*fragile_model.py:\d+\), in layers 'first' to 'third', micro-batch \d",
+        ),
+        (
+            "loss",
+            r"0F\d of step 0: ValueError: .*, in the loss, micro-batch \d, "
+            r"given \(2, 2\) float64, \(2, 2\) float64",
+        ),
+        (
+            "look-up",
+            r"0F0 of step 0: IndexError: index out of range in self, in layer 'second' at .*fragile_model.py:\d+, "
+            r"micro-batch 0, given \(5, 4\) float64, \(2,\) int64",
+        ),
+    ],
+)
+def test_an_exception_names_layer_micro_batch_and_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, message: str
+) -> None:
+    plan = fragile_plan("raise", tmp_path / "note", stages=1, place=place, at=1000)
+    pipe, batches = _pipeline(plan, monkeypatch)
+    # Only now, because the capture runs the model, too.
+    sys.modules["fragile_model"].asked["left"] = 2
+    inputs, target = batches(0)
+    with pytest.raises(RunError, match=rf"^rank 0 on {HOST}, stage 0, action {message}$"):
+        pipe.step(inputs + 1000 if place == "look-up" else inputs, target)
+    pipe.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_not_planned_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan("gpipe", stages=1)
+    pipe, batches = _pipeline(plan, monkeypatch)
+    inputs, targets = batches(0)
+    for wrong, message in (
+        ((inputs[:-1], targets), r"input 0 has 31 samples, the plan is for a mini-batch of 32; give so many"),
+        ((inputs, targets[:-1]), r"the target has 31 samples, the plan is for a mini-batch of 32; give so many"),
+        ((inputs.float(), targets), r"input 0 is float32, the model was captured with float64; convert it"),
+        ((inputs[:, 1:], targets), r"input 0 has shape \(32, 63\), the model was captured for \(32, 64\); give"),
+        ((None, targets), r"rank 0 needs the inputs, got None; give every rank the mini-batch"),
+    ):
+        with pytest.raises(BaPipeError, match=message):
+            pipe.step(*wrong)
+    assert pipe.steps == 0
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    pipe.step(inputs, targets)
+    pipe.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan("gpipe", stages=1)
+    other = replace(plan.model, args={**plan.model.args, "layers": 5})
+    with pytest.raises(BaPipeError, match=r"6 layers and .* 5: where the plan has 'layer4' the model has 'head'"):
+        _pipeline(replace(plan, model=other), monkeypatch)
+    with pytest.raises(BaPipeError, match=r"fingerprint .* but the plan is of abc: .*; profile and plan it again"):
+        _pipeline(replace(plan, model=replace(plan.model, fingerprint="abc")), monkeypatch)
+    built = build_model(plan.model, folders=[ROOT], dtype="fp32")
+    with pytest.raises(BaPipeError, match=r"the plan is for fp64, but 'layer0.0.weight' is float32; convert"):
+        Pipeline(lambda: (built.module, built.args, built.kwargs), plan, built.loss)
+    with pytest.raises(BaPipeError, match=r"the plan needs 3 ranks, 1 were started; start it with torchrun"):
+        _pipeline(small_plan("gpipe", stages=3), monkeypatch)

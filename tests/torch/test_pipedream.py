@@ -1,0 +1,162 @@
+"""Stashed weights and stale updates in one process: what they are, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import BaPipeError
+from bapipe.plan import read_plan
+from bapipe.run_record import read_run
+from bapipe.schedule.actions import Action, Lane
+from bapipe.schedule.files import ScheduleFile
+from bapipe.schedule.orders import capped, pipedream, with_update
+from bapipe.torch.build import BuiltModel
+from bapipe.torch.launch import worker_arguments
+from bapipe.torch.loss import LossOfEach
+from bapipe.torch.pipedream_check import Holding, train_stale
+from bapipe.torch.stash import WeightStash
+from bapipe.torch.support import runnable_schedule
+from bapipe.torch.worker import _options as worker_options
+
+ROOT = Path(__file__).parents[2]
+
+
+class Product(nn.Module):
+    """y = b · a · x, both scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        self.second = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        nn.init.constant_(self.first.weight, 0.5)
+        nn.init.constant_(self.second.weight, -1.5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.second(self.first(value))
+
+
+def half_square(output: Tensor, target: Tensor) -> Tensor:
+    return 0.5 * (output - target).square().mean()
+
+
+@pytest.mark.parametrize("lags", [(1, 0), (2, 2), (3, 1), (0, 0)])
+def test_stale_updates_are_those_worked_out_by_hand(lags: tuple[int, int]) -> None:
+    """L = ½(bax − t)²: dL/da = (bax − t)bx and dL/db = (bax − t)ax, at the versions that micro-batch m sees."""
+    values = [0.3, -1.1, 0.7, 1.9, -0.4, 0.8]
+    rate, target = 0.1, 1.0
+    a, b, losses = [0.5], [-1.5], []
+    for m, x in enumerate(values):
+        old_a, old_b = a[max(0, m - lags[0])], b[max(0, m - lags[1])]
+        error = old_b * old_a * x - target
+        losses.append(0.5 * error**2)
+        a.append(a[-1] - rate * error * old_b * x)
+        b.append(b[-1] - rate * error * old_a * x)
+    module = Product()
+    built = BuiltModel(
+        module=module,
+        args=(torch.zeros(1, 1, dtype=torch.float64),),
+        kwargs={},
+        loss=half_square,
+        options={},
+        source=types.ModuleType("by_hand"),
+    )
+    inputs = torch.tensor(values, dtype=torch.float64).reshape(2, 3, 1)
+    batches = [(part, torch.full((3, 1), target, dtype=torch.float64)) for part in inputs]
+    found = []
+    train_stale(
+        built,
+        batches,
+        sizes=(1, 1, 1),
+        held={"first.weight": [Holding(lag=lags[0])], "second.weight": [Holding(lag=lags[1])]},
+        optimizer=torch.optim.SGD(module.parameters(), lr=rate),
+        after_update=lambda _, loss: found.append((loss, module.first.weight.item(), module.second.weight.item())),
+    )
+    for (loss, first, second), *expected in zip(found, losses, a[1:], b[1:], strict=True):
+        assert all(map(math.isclose, (loss, first, second), expected))
+
+
+def _order(lag: int, count: int) -> list[tuple[str, int]]:
+    """F and B of a stage that holds lag + 1 micro-batches."""
+    lane = capped(lag + 1, count, range(lag + 1, 0, -1)).lanes[0]
+    return [(action.kind.name, action.microbatch or 0) for action in lane]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_a_backward_sees_what_its_forward_saw(lag: int, count: int) -> None:
+    weight = nn.Parameter(torch.tensor([2.0, 3.0], dtype=torch.float64))
+    frozen = nn.Parameter(torch.tensor([7.0]), requires_grad=False)
+    stash = WeightStash({"weight": weight, "frozen": frozen}, lag)
+    stash.begin(count)
+    history = [weight.detach().clone()]
+    losses: dict[int, Tensor] = {}
+    memories = set()
+    for kind, number in _order(lag, count):
+        if kind == "F":
+            seen = stash.weights(number)
+            assert seen.keys() == {"weight"}
+            assert torch.equal(seen["weight"], history[max(0, number - lag)])
+            memories.add(seen["weight"].data_ptr())
+            losses[number] = (seen["weight"] ** 3).sum() * (number + 1)
+        else:
+            torch.autograd.backward(losses.pop(number))
+
+            def apply(number: int = number) -> None:
+                expected = 3 * history[max(0, number - lag)] ** 2 * (number + 1)
+                assert weight.grad is not None
+                assert torch.equal(weight.grad, expected)
+                with torch.no_grad():
+                    weight.sub_(0.01 * weight.grad)
+
+            stash.update(number, apply)
+            history.append(weight.detach().clone())
+    assert len(history) == count + 1
+    assert stash.peak == min(lag + 1, count)
+    assert len(memories | {weight.data_ptr()}) <= lag + 1, "memory is used again"
+
+
+def test_each_micro_batch_has_a_loss_of_its_own() -> None:
+    loss = LossOfEach(lambda output, target: (output.sum(), target))
+    first = loss.of(torch.tensor([2.0, 4.0]), 4, 0, count=True)
+    second = loss.of(torch.tensor([1.0]), torch.tensor(2), 0, count=True)
+    assert (first.item(), second.item()) == (1.5, 0.5)
+    assert loss.taken() == [1.5, 0.5]
+    assert loss.taken() == []
+
+
+def test_which_plans_never_flush() -> None:
+    plan = read_plan(ROOT / "examples" / "plan.json")
+    M = plan.microbatches
+    endless = replace(plan, schedule=ScheduleFile.of(pipedream(2, M)))
+    assert not runnable_schedule(endless).flushes
+    assert not runnable_schedule(endless, flushes=False).flushes
+    with pytest.raises(BaPipeError, match="pipedream updates while it runs; train it with PipeDream"):
+        runnable_schedule(endless, flushes=True)
+    with pytest.raises(BaPipeError, match="waits for every mini-batch to end; train it with Pipeline"):
+        runnable_schedule(plan, flushes=False)
+    updated = replace(endless, schedule=ScheduleFile.of(with_update(pipedream(2, M))))
+    with pytest.raises(BaPipeError, match="1F1B's order only"):
+        runnable_schedule(updated)
+    lanes = pipedream(2, M).lanes
+    swapped = Lane.of(0, [Action(0, lanes[0][0].kind, 1), Action(0, lanes[0][0].kind, 0), *list(lanes[0])[2:]])
+    other = replace(endless.schedule.to_schedule(), lanes=(swapped, lanes[1]))
+    with pytest.raises(BaPipeError, match="order"):
+        runnable_schedule(replace(endless, schedule=ScheduleFile.of(other)))
+
+
+def test_vertical_sync_gets_to_the_ranks() -> None:
+    assert "--vertical-sync" in worker_arguments("plan.json", vertical_sync=True)
+    assert "--vertical-sync" not in worker_arguments("plan.json")
+    assert worker_options(["plan.json", "--vertical-sync"]).vertical_sync
+    assert not worker_options(["plan.json"]).vertical_sync
+
+
+def test_old_run_records_have_one_version() -> None:
+    assert read_run(ROOT / "examples" / "run.json").weight_versions == ()

@@ -90,16 +90,16 @@ def draw(curves: dict[str, list[float]], samples: int) -> Chart:
     up = Scale(low=0, high=1.2 * max(curve[0] for curve in curves.values()), start=250, end=24)
     body = x_axis(across, top=24, bottom=250, words=lambda value: f"{value:g}")
     body += y_axis(up, left=46, right=WIDTH - 20, words=lambda value: f"{value:g}")
-    body += label(WIDTH - 20, 282, "digits seen", "soft", "end")
+    body += label(WIDTH - 20, 280, "digits seen", "soft", "end")
     for number, (name, curve) in enumerate(curves.items()):
         points = " ".join(
             f"{across((at + 1) * samples):.1f},{up(min(up.high, smooth(curve, at))):.1f}" for at in range(count)
         )
         line = f'fill="none" stroke="{COLOURS[number]}" stroke-width="1.8"'
         body += f'<polyline {line} points="{points}"/>'
-        y = 40 + 16 * number
-        body += f'<path {line} d="M{WIDTH - 300:g},{y - 4}h20"/>{label(WIDTH - 274, y, name)}'
-    return Chart(name="digits-pipedream", title="Loss on handwritten digits", height=292, body=body)
+        x, y = 46 + 300 * (number % 2), 300 + 18 * (number // 2)
+        body += f'<path {line} d="M{x},{y - 4}h20"/>{label(x + 26, y, name)}'
+    return Chart(name="digits-pipedream", title="Loss on handwritten digits", height=330, body=body)
 
 
 def main() -> None:

@@ -282,9 +282,12 @@ def _stashed(bench: _Bench, lag: int) -> Work:
 
 def _replicas(options: argparse.Namespace) -> dict[str, Any]:
     """A mini-batch of two replicas, whose all-reduce overlaps the last backward or follows it."""
-    width, sequence = (32, 8) if options.tiny else (256, 64)
+    # Several buckets of 25 MiB: one alone has nothing to overlap with.
+    width, sequence, blocks = (32, 8, 3) if options.tiny else (512, 32, 8)
     sizes = {"vocabulary": 100, "sequence": sequence}
-    module, args, kwargs = build_gpt(blocks=3, width=width, heads=4, tied=False, dropout=0.0, batch=4, **sizes)
+    module, args, kwargs = build_gpt(
+        blocks=blocks, width=width, heads=4, tied=False, dropout=0.0, batch=4, **sizes
+    )
     captured = capture(module, args, kwargs, check=False)
     cluster = read_cluster(str(ROOT / "examples" / "cluster-two-cpus.toml"))
     kinds = [cluster.types[item.type] for item in cluster.accelerators[:1]]

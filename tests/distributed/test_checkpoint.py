@@ -215,7 +215,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("how", [(), pytest.param(("--async",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--async",)])
 def test_a_disk_that_cannot_be_written_leaves_the_last_checkpoint(
     tmp_path: Path, small_disk: Path, how: tuple[str, ...]
 ) -> None:

@@ -14,12 +14,16 @@ import pytest
 
 pytest.importorskip("torch", reason="running a plan needs torch: pip install bapipe[torch]")
 
-from advanced_cases import FULL, QUICK, AdvancedCase, schedule_of, write_advanced_cases
+from advanced_cases import FULL, QUICK, AdvancedCase, make_advanced_plan, schedule_of, write_advanced_cases
 from forked_ranks import read_results, start
 
+from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Kind
 from bapipe.simulate import Costs, simulate
 from bapipe.timeline import Timeline, Transfers
+from bapipe.torch.capture import capture
+from bapipe.torch.support import runnable_schedule
+from split_models import build_split_model
 
 HERE = Path(__file__).resolve().parent
 Results = dict[str, list[dict[str, Any]]]
@@ -130,3 +134,17 @@ def test_every_cut_under_every_schedule(trained_in_full: Results, case: Advanced
 def test_cases_are_told_apart() -> None:
     assert len({case.name for case in QUICK}) == len(QUICK)
     assert len({case.name for case in FULL}) == len(FULL)
+
+
+def test_two_parts_of_a_layer_on_one_rank_are_refused() -> None:
+    """They would go by one name, and an optimizer would see one of them only."""
+    module, args, kwargs = build_split_model("words")
+    case = AdvancedCase(
+        model="words",
+        schedule="interleaved",
+        microbatches=4,
+        cuts=(("between", 0), ("classifier", 1), ("classifier", 28)),
+    )
+    plan = make_advanced_plan(case, capture(module, args, kwargs, check=False))
+    with pytest.raises(BaPipeError, match="stages 1 and 3 are both on localhost/1 and both have a part of layer"):
+        runnable_schedule(plan)

@@ -43,6 +43,7 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 @needs_root
 def test_a_tiny_run_measures_everything_and_cleans_up(tmp_path: Path) -> None:
     process = _start("--tiny", "--out", str(tmp_path))
@@ -62,6 +63,7 @@ def test_a_tiny_run_measures_everything_and_cleans_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_namespace(number: signal.Signals, tmp_path: Path) -> None:

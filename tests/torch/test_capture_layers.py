@@ -42,7 +42,7 @@ def test_resnet_is_its_blocks() -> None:
     )
 
 
-def test_gnmt_splits_by_direction_and_vocabulary() -> None:
+def test_gnmt_splits_by_direction_time_and_vocabulary() -> None:
     captured = capture(*build_gnmt(layers=8, hidden=8, sequence=5, vocabulary=30, with_loss=True))
     assert names(captured) == [
         "source_embedding", "encoder.0", "encoder.1", "encoder.2", "encoder.3", "target_embedding",
@@ -51,7 +51,7 @@ def test_gnmt_splits_by_direction_and_vocabulary() -> None:
     splits = {layer.name: layer.split for layer in captured.layers}
     assert splits["source_embedding"] == Split(channels=8)
     assert splits["encoder.0"] == Split(channels=2, by="directions")
-    assert splits["encoder.1"] is None
+    assert splits["encoder.1"] == Split(channels=5, by="time steps")
     assert splits["classifier"] == Split(channels=30, by="vocabulary")
     assert captured.layers[1].forward_flops == 2 * 5 * 2 * 4 * 8 * (8 + 8)
 

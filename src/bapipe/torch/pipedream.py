@@ -35,9 +35,10 @@ from bapipe.torch.capture import Captured
 from bapipe.torch.loss import LossFunction, LossOfEach
 from bapipe.torch.pipeline import Build, Pipeline
 from bapipe.torch.reduce import Reducer, TiedWeights
+from bapipe.torch.stage_ends import StageEnds
 from bapipe.torch.stage_runner import StageRunner
 from bapipe.torch.stash import WeightStash
-from bapipe.torch.transport import Inbox, Message, Outbox, Wire, guarded
+from bapipe.torch.transport import Inbox, Outbox, guarded
 from bapipe.torch.watch import Watch
 
 __all__ = ["KEPT_STEPS", "EndlessTrace", "PipeDream"]
@@ -110,7 +111,7 @@ class PipeDream(Pipeline):
         self._cap = self._caps[self.stage]
         self.stash = WeightStash(self._parameters, self.lag_of(self.stage))
         self._each = LossOfEach(loss_fn)
-        self._ends = _Ends(self)
+        self._ends = StageEnds(self.stage, self._schedule, self._own, self._sizes, self._transport)
 
     @property
     def _caps(self) -> tuple[int, ...]:
@@ -171,72 +172,6 @@ class PipeDream(Pipeline):
             trace = run.to_the_end(iter(batches))
         self.steps += steps
         return trace
-
-
-class _Messages(Mapping[int, Message]):
-    """What crosses a boundary for every micro-batch of an endless run."""
-
-    def __init__(self, by_place: list[Message], total: int) -> None:
-        self._by_place = by_place
-        self._total = total
-
-    def __getitem__(self, microbatch: int) -> Message:
-        return self._by_place[microbatch % len(self._by_place)]
-
-    def __len__(self) -> int:
-        return self._total
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._total))
-
-
-class _Ends:
-    """The ends of this stage's wires: activations from the stage before, errors from the next, and theirs."""
-
-    def __init__(self, pipe: PipeDream) -> None:
-        self._pipe = pipe
-        self.received = self._inbox(pipe.stage - 1, onward=True)
-        self.errors = self._inbox(pipe.stage, onward=False)
-        self.sent = self._outbox(pipe.stage, onward=True)
-        self.answers = self._outbox(pipe.stage - 1, onward=False)
-
-    def _crossing(self, boundary: int, onward: bool) -> list[Message]:
-        """Each micro-batch's message; empty where there is no such boundary, or nothing crosses."""
-        if not 0 <= boundary < self._pipe._schedule.num_stages - 1:
-            return []
-        own = self._pipe._own
-        messages = [own.message(boundary, size, onward) for size in self._pipe._sizes]
-        return messages if any(messages) else []
-
-    def _wire(self, boundary: int, onward: bool) -> Wire:
-        before, after = (ranks[0] for ranks in self._pipe._schedule.placement[boundary : boundary + 2])
-        ends = (before, after) if onward else (after, before)
-        return Wire(boundary=boundary, onward=onward, from_rank=ends[0], to_rank=ends[1])
-
-    def _inbox(self, boundary: int, *, onward: bool) -> Inbox | None:
-        if not self._crossing(boundary, onward):
-            return None
-        return Inbox(self._pipe._transport, self._wire(boundary, onward))
-
-    def _outbox(self, boundary: int, *, onward: bool) -> Outbox | None:
-        if not self._crossing(boundary, onward):
-            return None
-        return Outbox(self._pipe._transport, self._wire(boundary, onward))
-
-    def begin(self, total: int) -> None:
-        for inbox in (self.received, self.errors):
-            if inbox is not None:
-                by_place = self._crossing(inbox.wire.boundary, inbox.wire.onward)
-                inbox.begin(range(total), _Messages(by_place, total))
-        if self.sent is not None:
-            self.sent.begin(answered=self.errors is not None)
-        if self.answers is not None:
-            self.answers.begin(answered=False)
-
-    def flush(self) -> None:
-        for outbox in (self.sent, self.answers):
-            if outbox is not None:
-                outbox.flush()
 
 
 class _Run:

@@ -83,6 +83,8 @@ def _check_lanes(schedule: Schedule, rank: int) -> None:
 
 def _check_layers(plan: Plan) -> None:
     """Stages follow one another, and only a layer that is split between them is in both."""
+    parts: dict[tuple[int, str], int] = {}
+    """a layer and the accelerator that has a part of it -> for which stage"""
     expected = 0
     for index, stage in enumerate(plan.stages):
         count = stage.last_layer - stage.first_layer + 1
@@ -91,6 +93,13 @@ def _check_layers(plan: Plan) -> None:
                 f"stage {index} has layers {stage.first_layer} to {stage.last_layer} and "
                 f"{len(stage.layers)} names where layer {expected} is next; plan again"
             )
+        for layer, name in ((part.layer, name) for part in stage.fractions for name in stage.accelerators):
+            if (layer, name) in parts:
+                raise BaPipeError(
+                    f"stages {parts[layer, name]} and {index} are both on {name} and both have a part of layer "
+                    f"{layer}; cut it so that a rank has one part"
+                )
+            parts[layer, name] = index
         goes_on = any(part.layer == stage.last_layer and part.stop < part.of for part in stage.fractions)
         expected = stage.last_layer + (0 if goes_on else 1)
 

@@ -17,7 +17,6 @@ import functools
 import gc
 import hashlib
 import json
-import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from equality_alone import Alone, Share, make_optimizer, train_alone
 from equality_models import SUBJECTS, as_call, build, make_batch
 from equality_plans import Case, make_plan, make_schedule_of, read_cases
 from equality_watch import Living, boundary_tensors, count_tensors, watch_graphs
+from forked_ranks import fork_ranks
 from torch import Tensor
 
 from bapipe.plan import Plan
@@ -49,21 +49,7 @@ def main(folder: Path) -> int:
         args, kwargs = as_call(make_batch(model, numbers, 0, 3)[0])
         # Unchecked: autograd must not have run before a fork, and the results are compared with eager anyway.
         captures[model, numbers] = capture(build(model, numbers), args, kwargs, check=False)
-    gc.collect()
-    gc.freeze()
-    sys.stdout.flush()
-    children = []
-    for rank in range(RANKS):
-        child = os.fork()
-        if child == 0:
-            try:
-                run_rank(folder, rank, cases, captures)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
+    return fork_ranks(RANKS, lambda rank: run_rank(folder, rank, cases, captures))
 
 
 def run_rank(folder: Path, rank: int, cases: list[Case], captures: Mapping[tuple[str, str], Captured]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_results", "run_cases", "start"]
+__all__ = ["fork_ranks", "read_results", "run_cases", "start"]
 
 TESTS = Path(__file__).resolve().parents[1]
 TIMEOUT = datetime.timedelta(seconds=100)
@@ -39,14 +39,20 @@ def run_cases(folder: Path, worlds: Sequence[int], run: Callable[[int], Any]) ->
     What `run(i)` returns on a rank, or the error as {"error": …}, goes to a file; a case that fails does not stop
     the others. Returns the exit code.
     """
+    return fork_ranks(max(worlds), lambda rank: _run_rank(folder, rank, worlds, run))
+
+
+def fork_ranks(count: int, run: Callable[[int], None]) -> int:
+    """Run `run(rank)` in so many children; returns the exit code, 1 if any failed."""
     gc.collect()
     gc.freeze()
+    sys.stdout.flush()
     children = []
-    for rank in range(max(worlds)):
+    for rank in range(count):
         child = os.fork()
         if child == 0:
             try:
-                _run_rank(folder, rank, worlds, run)
+                run(rank)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

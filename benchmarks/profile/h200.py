@@ -1,8 +1,8 @@
 """Profiles of the zoo on one GPU, whole and in slices, with the accuracy tables.
 
     PYTHONPATH=src python3 benchmarks/profile/h200.py --out DIR --budget-seconds 500 \
-        [--only fp32,bf16,slice25,slice12.5] [--models vgg16,resnet50,gnmt-8,gpt] [--sizes 8,16,64] [--with-loss]
-        [--resume DIR/h200.tar.gz]
+        [--only fp32,bf16,slice50,slice25,slice12.5] [--models vgg16,resnet50,gnmt-8,gpt] [--sizes 8,16,64]
+        [--with-loss] [--resume DIR/h200.tar.gz]
 
 Each model and configuration is a process of its own, on a slice with the other slices loaded by the same model.
 When the budget is spent it stops and keeps what it has: DIR/h200.tar.gz holds measurements and merged profiles,
@@ -39,8 +39,15 @@ MODELS: dict[str, dict[str, int | float | str | bool]] = {
     "gnmt-8": {},
     "gpt": {"blocks": 8, "width": 512, "heads": 8, "sequence": 256},
 }
-CONFIGURATIONS = {"fp32": ("fp32", 1), "bf16": ("bf16", 1), "slice25": ("fp32", 4), "slice12.5": ("fp32", 8)}
+CONFIGURATIONS = {
+    "fp32": ("fp32", 1),
+    "bf16": ("bf16", 1),
+    "slice50": ("fp32", 2),
+    "slice25": ("fp32", 4),
+    "slice12.5": ("fp32", 8),
+}
 """name -> (dtype, slices)"""
+DEFAULT = "fp32,bf16,slice25,slice12.5"
 SLICE_MEMORY = 16e9
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 LOAD_SIZE = 16
@@ -52,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--work", type=Path, default=Path("/tmp/bapipe-h200"), help="kept between calls")
     made.add_argument("--resume", type=Path, help="h200.tar.gz of an earlier call on another machine")
     made.add_argument("--budget-seconds", type=float, default=500.0)
-    made.add_argument("--only", default=",".join(CONFIGURATIONS))
+    made.add_argument("--only", default=DEFAULT)
     made.add_argument("--models", default=",".join(MODELS))
     made.add_argument("--sizes", default=",".join(str(size) for size in SIZES))
     made.add_argument("--seconds", type=float, default=0.05, help="per layer, size and round")

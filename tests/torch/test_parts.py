@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capture import Captured, Stage, capture
+from bapipe.torch.capture.linearise import correct_states
 from bapipe.torch.zoo.gnmt import build_gnmt
 from bapipe.torch.zoo.gpt import build_gpt
 from bapipe.torch.zoo.resnet import build_resnet50
@@ -228,3 +229,14 @@ def test_what_does_not_divide_is_refused(captured: Callable[[str], Captured]) ->
     fixed = next(index for index, layer in enumerate(model.layers) if layer.split is None)
     with pytest.raises(BaPipeError, match="cannot be split; plan without --split-layers"):
         model.stage(0, fixed, parts={fixed: (0, 1)})
+
+
+def test_states_of_an_lstm_have_the_shape_of_those_it_takes() -> None:
+    """As torch 2.11 traces them, with a dimension too many, a stage would be sent what its LSTM cannot take."""
+    module, args, kwargs = MODELS["gnmt"]()
+    graph = capture(module, args, kwargs, check=False).program.graph
+    (node, *_) = [item for item in graph.nodes if "lstm" in str(item.target)]
+    output, *states = node.meta["val"]
+    node.meta["val"] = (output, *(state.unsqueeze(0) for state in states))
+    correct_states(graph)
+    assert [value.shape for value in node.meta["val"]] == [output.shape, *(state.shape for state in states)]

@@ -294,6 +294,7 @@ class _Run:
                 pipe.stage,
                 {size: pipe._own.stages[pipe.stage][size]},
                 sizes=(size,),
+                device=pipe.device,
                 loss=pipe._each if last else None,
                 output=pipe._own.output if last else None,
             )

@@ -14,7 +14,15 @@ from bapipe.torch.capture.flops import Sizes, elements_written, product_flops
 from bapipe.torch.capture.opaque import OPAQUE_OP, OpaqueCall
 from bapipe.torch.capture.private import call_structure, op_name, placeholders, size_at
 
-__all__ = ["RECOMPUTE_ALWAYS", "RECOMPUTE_SHARE", "Program", "canonical_names", "linearise", "name_is_comparison"]
+__all__ = [
+    "RECOMPUTE_ALWAYS",
+    "RECOMPUTE_SHARE",
+    "Program",
+    "canonical_names",
+    "correct_states",
+    "linearise",
+    "name_is_comparison",
+]
 
 RECOMPUTE_SHARE = 1e-3
 """of all operations, what one node may cost to be recomputed on every stage that needs it"""
@@ -84,6 +92,7 @@ def linearise(exported: Exported, module: nn.Module) -> Program:
     graph, owner = program.graph, program.graph_module
     batch = exported.examples.batch
     _clean(graph, owner)
+    correct_states(graph)
 
     def sizes(tensor: Tensor) -> tuple[int, ...]:
         return tuple(size_at(size, batch) for size in tensor.shape)
@@ -189,6 +198,21 @@ def _clean(graph: fx.Graph, owner: nn.Module) -> None:
         pure = node.op == "call_function" and name_is_comparison(op_name(node.target))
         if pure and not node.users:
             graph.erase_node(node)
+
+
+def correct_states(graph: fx.Graph) -> None:
+    """Give the states that an LSTM returns the shape of those it takes.
+
+    Traced for inference with oneDNN, torch 2.11 adds a dimension to them, which no kernel returns.
+    """
+    for node in graph.nodes:
+        if op_name(node.target) != "aten.lstm" or not isinstance(node.args[1], (list, tuple)):
+            continue
+        taken = [item.meta["val"] for item in node.args[1]]
+        node.meta["val"] = (node.meta["val"][0], *taken)
+        for user in node.users:
+            if op_name(user.target) == "operator.getitem" and user.args[1]:
+                user.meta["val"] = taken[user.args[1] - 1]
 
 
 def name_is_comparison(name: str) -> bool:

@@ -3,9 +3,10 @@
     PYTHONPATH=src python3 benchmarks/slices/slices.py --out DIR --profiles profiles/h200 --count 4 \
         --models vgg16,resnet50,gnmt-8 --cases sno,so,gpipe,dp --steps 5 --budget-seconds 500
 
-One process per slice lives through all cases. First the links are measured, with all neighbours sending at once
-and then the all-reduce, and the plans are made for them; then every plan trains a few mini-batches. Writes
-DIR/result.json (also when the budget runs out) and DIR/result.md. Needs torch and numpy only.
+Slices are equal (--count) or not (--percentages 50,25,12.5,12.5). One process per slice lives through all cases.
+First the links are measured, with all neighbours sending at once and then the all-reduce, and the plans are made
+for them; then every plan trains a few mini-batches. Writes DIR/result.json (also when the budget runs out),
+DIR/result.md and DIR/records.tar.gz with every plan and run. Needs torch and numpy only.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import CASES, MINIBATCHES, plan_case
+from cases import plan_case
 from tables import result_table
 
 from bapipe.cluster import Accelerator, AcceleratorType, Cluster, Link
@@ -33,6 +36,8 @@ from bapipe.run_record import read_run
 from bapipe.torch import slices
 
 MEMORY = 16e9
+CASE_SECONDS = 100.0
+"""after which a case is given up"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, required=True)
     made.add_argument("--profiles", type=Path, required=True, help="folder of MODEL-fp32.json")
     made.add_argument("--count", type=int, default=4)
+    made.add_argument("--percentages", help="of slices that are not equal, such as 50,25,12.5,12.5")
     made.add_argument("--models", default="vgg16,resnet50,gnmt-8")
     made.add_argument("--cases", default="sno,so,gpipe,dp")
     made.add_argument("--steps", type=int, default=5)
@@ -52,48 +58,72 @@ def main() -> None:
     options = parser().parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.budget_seconds
-    cut = slices.start(slices.even_slices(options.count), memory=MEMORY)
+    shares = slices.even_slices(options.count)
+    if options.percentages:
+        shares = tuple(float(text) for text in options.percentages.split(","))
+    cut = slices.start(shares, memory=MEMORY)
     rows: list[dict[str, Any]] = []
     links: dict[str, float] = {}
     workers = Workers(options, cut)
     try:
         links = workers.ask({"links": True}, 120)
         print("links", json.dumps(links), flush=True)
-        cluster = slice_cluster(options.count, links)
         for model in options.models.split(","):
             profile = read_profile(options.profiles / f"{model}-fp32.json")
             for case in options.cases.split(","):
                 left = deadline - time.monotonic()
-                if left < 40:
+                if left < 30:
                     print("budget spent", flush=True)
                     return
-                found = run_case(options, workers, profile, cluster, model, case, left)
+                cluster = slice_cluster(
+                    slices.even_slices(len(shares)) if case == "as-if-equal" else shares, links
+                )
+                found = run_case(options, workers, profile, cluster, case, min(left, CASE_SECONDS))
                 row = {"model": model, "case": case, **found}
                 rows.append(row)
-                print(json.dumps({key: row[key] for key in row if key != "stages"}), flush=True)
+                shown = (
+                    "model",
+                    "case",
+                    "schedule",
+                    "predicted",
+                    "measured",
+                    "throughput",
+                    "error",
+                    "memory_measured",
+                )
+                print(json.dumps({key: row[key] for key in shown if key in row}), flush=True)
     finally:
         workers.stop()
         slices.stop()
-        result = {"slices": options.count, "memory": MEMORY, "links": links, "rows": rows}
+        result = {"slices": len(shares), "percentages": shares, "memory": MEMORY, "links": links, "rows": rows}
+        with tarfile.open(options.out / "records.tar.gz", "w:gz") as archive:
+            for path in sorted(options.out.glob("*-*.json")):
+                archive.add(path, arcname=path.name)
+                path.unlink()
         (options.out / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
         (options.out / "result.md").write_text(result_table(result), encoding="utf-8")
 
 
-def slice_cluster(count: int, links: dict[str, float]) -> Cluster:
+def slice_cluster(shares: tuple[float, ...], links: dict[str, float]) -> Cluster:
     """The slices, with the links as measured."""
-    name = f"h200-{100 / count:g}pct"
-    about = AcceleratorType(
-        name=name,
-        kind="gpu",
-        flops={"fp32": 64e12 / count},
-        memory=MEMORY,
-        memory_bandwidth=4.3e12 / count,
-        execution="synchronous",
-    )
+    names = [f"h200-{share:g}pct" for share in shares]
+    types = {
+        name: AcceleratorType(
+            name=name,
+            kind="gpu",
+            flops={"fp32": 64e12 * share / 100},
+            memory=MEMORY,
+            memory_bandwidth=4.3e12 * share / 100,
+            execution="synchronous",
+        )
+        for name, share in zip(names, shares, strict=True)
+    }
     return Cluster(
-        name=f"one H200 in {count} slices",
-        accelerators=tuple(Accelerator(name=f"localhost/{i}", type=name, node="localhost") for i in range(count)),
-        types={name: about},
+        name=f"one H200 in {len(shares)} slices",
+        accelerators=tuple(
+            Accelerator(name=f"localhost/{i}", type=name, node="localhost") for i, name in enumerate(names)
+        ),
+        types=types,
         within=Link(bandwidth=links["bandwidth"], latency=links["latency"]),
         collective_bandwidth=links["all_reduce"],
     )
@@ -104,17 +134,16 @@ def run_case(
     workers: Workers,
     profile: Any,
     cluster: Cluster,
-    model: str,
     case: str,
     left: float,
 ) -> dict[str, Any]:
     try:
-        plan = plan_case(profile, cluster, CASES[case], minibatch=MINIBATCHES[model])
+        plan = plan_case(profile, cluster, case)
     except BaPipeError as error:
         return {"error": str(error)}
-    path = options.out / f"{model}-{case}.plan.json"
+    path = options.out / f"{profile.model.name}-{case}.plan.json"
     write_plan(plan, path)
-    run = path.with_name(f"{model}-{case}.run.json")
+    run = path.with_name(f"{profile.model.name}-{case}.run.json")
     told = workers.ask(
         {"plan": str(path), "run": str(run), "steps": options.steps, "transport": options.transport}, left
     )
@@ -122,8 +151,6 @@ def run_case(
         return {"predicted": plan.prediction.time, "error": told["error"]}
     record = read_run(run)
     found = compare(plan, record)
-    path.unlink()
-    run.unlink()
     seconds = sorted(step.seconds for step in record.steps[1:])
     measured = seconds[len(seconds) // 2]
     return {
@@ -161,7 +188,7 @@ class Workers:
     def __init__(self, options: argparse.Namespace, cut: slices.Slices) -> None:
         self._folder = options.out / "workers"
         self._folder.mkdir(exist_ok=True)
-        self._count, self._cut = options.count, cut
+        self._count, self._cut = len(cut), cut
         self._processes: list[subprocess.Popen[bytes]] = []
         self._start()
 
@@ -192,17 +219,27 @@ class Workers:
         while not answer.exists():
             dead = [rank for rank, item in enumerate(self._processes) if item.poll() is not None]
             if dead or time.monotonic() > end:
-                rank = dead[0] if dead else 0
-                tail = (self._folder / f"log-{rank}").read_text(encoding="utf-8")[-1500:]
-                what = (
-                    f"rank {rank} ended with {self._processes[rank].returncode}" if dead else "no answer in time"
-                )
+                time.sleep(1.0)
+                dead = [rank for rank, item in enumerate(self._processes) if item.poll() is not None]
+                what = f"ranks {dead} ended" if dead else "no answer in time"
+                told = self._told(dead or list(range(self._count)))
                 self._kill()
+                slices.stop()  # its server may have failed with a client that was killed in the middle of a kernel
+                slices.start(self._cut.percentages, memory=self._cut.memory)
                 self._start()
-                return {"error": f"{what}: {tail}"}
+                return {"error": f"{what}: {told}"}
             time.sleep(0.05)
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return found
+
+    def _told(self, ranks: list[int]) -> str:
+        """The end of what these ranks have said; of a live one where it stands."""
+        for rank in ranks:
+            if self._processes[rank].poll() is None:
+                self._processes[rank].send_signal(signal.SIGUSR1)
+        time.sleep(1.0)
+        ends = [(self._folder / f"log-{rank}").read_text(encoding="utf-8")[-1500:] for rank in ranks]
+        return "\n".join(f"[rank {rank}] {end}" for rank, end in zip(ranks, ends, strict=True))
 
     def _kill(self) -> None:
         for process in self._processes:

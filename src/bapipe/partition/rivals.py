@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 from bapipe.errors import BaPipeError
 
@@ -154,6 +155,7 @@ def pipedream(
     synchronise: Sequence[float],
     machines: int,
     straight: bool = False,
+    counting: Literal["published", "released"] = "published",
 ) -> PipeDreamPlan:
     """Cut, and replicate stages, by PipeDream's dynamic programme (SOSP 2019, section 3.1, one level).
 
@@ -162,6 +164,10 @@ def pipedream(
     a/B, one crossing of the cut after each layer, and `synchronise` |w|/B per layer, in seconds. All machines are
     used; `straight` allows one per stage. No memory, no fill and drain of the pipeline, machines all alike. Plain
     loops as published: O(L²·N) straight, O(L²·N²) with replicas.
+
+    `counting="released"` counts as the optimizer that its authors released does (msr-fiddle/pipedream,
+    optimizer_graph_hierarchical.py): T(i, j, m) = ( Σ times + 4·(m − 1)/m·Σ synchronise ) / m, and a cut costs
+    2·transfer/m' where the stage behind it has m' machines.
     """
     layers = len(times)
     _check(layers, machines)
@@ -175,8 +181,11 @@ def pipedream(
     work = [0.0, *accumulate(times)]
     gradients = [0.0, *accumulate(synchronise)]
 
+    released = counting == "released"
+
     def stage_time(start: int, stop: int, count: int) -> float:
-        return max(work[stop] - work[start], 2 * (count - 1) * (gradients[stop] - gradients[start])) / count
+        compute, exchange = work[stop] - work[start], (count - 1) * (gradients[stop] - gradients[start])
+        return (compute + 4 * exchange / count if released else max(compute, 2 * exchange)) / count
 
     # best[j][m] = (time, first layer of the last stage, machines of the last stage)
     best = [[(math.inf, 0, 0)] * (machines + 1) for _ in range(layers + 1)]
@@ -188,7 +197,8 @@ def pipedream(
             for start in range(1, stop):
                 for count in range(1, 2 if straight else m):
                     before = best[start][m - count][0]
-                    time = max(before, 2 * transfer[start - 1], stage_time(start, stop, count))
+                    crossing = 2 * transfer[start - 1] / (count if released else 1)
+                    time = max(before, crossing, stage_time(start, stop, count))
                     if time < choice[0]:
                         choice = (time, start, count)
             best[stop][m] = choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 
 from bapipe.compare import compare
@@ -21,7 +22,16 @@ from bapipe.report.trace import trace_json
 from bapipe.run_record import RunRecord
 from bapipe.timeline import Timeline
 
-__all__ = ["make_subject", "pictures", "render_report", "timelines_of", "trace_of"]
+__all__ = [
+    "fill_template",
+    "make_subject",
+    "page_script",
+    "page_style",
+    "pictures",
+    "render_report",
+    "timelines_of",
+    "trace_of",
+]
 
 
 def make_subject(
@@ -46,7 +56,6 @@ def make_subject(
         layers=None if profile is None else layer_view(plan, profile),
         steps=steps,
         comparison=comparison,
-        record=record,
     )
 
 
@@ -62,14 +71,28 @@ def render_report(subject: Subject) -> str:
     """The page. It asks for nothing from elsewhere, and its policy forbids that it could."""
     values = {
         "title": safe(f"{subject.plan.model.name[:80]}: BaPipe report", 100),
-        "style": f"{_theme()}\n{_asset('page.css')}\n{chart_style({name: f'var(--{name})' for name in LIGHT})}",
+        "style": page_style(),
         "patterns": "".join(patterns(LOOKS)),
         "sections": sections_html(subject),
         "data": script_json(page_data(timelines_of(subject))),
-        "script": _asset("page.js"),
+        "script": page_script(),
     }
-    # One pass over the template's own text: what is put in is not looked at again.
-    pieces = _asset("page.html").split("{{")
+    return fill_template(_asset("page.html"), values)
+
+
+def page_style() -> str:
+    """The style sheet of the sections and their charts, in light and dark."""
+    return f"{_theme()}\n{_asset('page.css')}\n{chart_style({name: f'var(--{name})' for name in LIGHT})}"
+
+
+def page_script() -> str:
+    """What draws timelines: `bapipe.mount(document, data)` with the data of `page_data`."""
+    return _asset("page.js")
+
+
+def fill_template(template: str, values: Mapping[str, str]) -> str:
+    """The template with each {{name}} replaced, in one pass: what is put in is not looked at again."""
+    pieces = template.split("{{")
     filled = [pieces[0]]
     for piece in pieces[1:]:
         name, _, rest = piece.partition("}}")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapipe.compare import Comparison, Pair
+from bapipe.compare import Comparison, MemoryPair, Pair
 from bapipe.partition.steps import Step
 from bapipe.plan import Plan, PlanStage, Rival
+from bapipe.report.boards import boards_section
 from bapipe.report.charts.balance import balance_chart, balance_of
 from bapipe.report.charts.frame import Chart, safe
 from bapipe.report.charts.layers import layers_chart, stages_chart
@@ -20,7 +21,6 @@ from bapipe.report.elements import counted, figure, picture, seconds, section, s
 from bapipe.report.layer_view import LayerView
 from bapipe.report.memory_view import MemoryView
 from bapipe.report.plan_table import answer
-from bapipe.run_record import RunRecord
 from bapipe.timeline import Timeline
 
 __all__ = ["MOST_ROWS", "Subject", "charts_of", "sections_html", "why_not_the_others"]
@@ -42,7 +42,6 @@ class Subject:
     """of the exploration, where they are known"""
     comparison: Comparison | None = None
     """None: nothing was run"""
-    record: RunRecord | None = None
 
 
 def charts_of(subject: Subject) -> list[Chart]:
@@ -79,6 +78,7 @@ def sections_html(subject: Subject) -> str:
         _timeline(subject),
         _balance(subject, charts["balance"]),
         _memory(subject, charts["memory"]),
+        boards_section(subject.plan),
         _layers(subject, charts["layers"]),
         _rivals(subject.plan, charts["rivals"]),
         _exploration(subject),
@@ -216,6 +216,8 @@ def _layers(subject: Subject, chart: Chart) -> str:
         words = (
             "<p>plan.json holds the stages' sums; <code>bapipe report plan.json --profile profile.json</code> "
             "shows every layer.</p>"
+            if subject.plan.deployment is None
+            else "<p>The sums of the stages; plan.json lists the modules of every layer.</p>"
         )
         return section("layers", "Layers and cuts", words, picture(chart), _cut_table(subject.plan))
     rows = [
@@ -299,27 +301,40 @@ def _exploration(subject: Subject) -> str:
 
 
 def _comparison(subject: Subject) -> str:
-    found, record = subject.comparison, subject.record
-    if found is None or record is None:
+    found = subject.comparison
+    if found is None:
         return ""
+    stages = found.stages
+    straight = all(row.stage == row.rank for row in stages)
     rows = []
-    for stage in found.stages:
-        live = f"{stage.live.predicted:g} → {stage.live.measured:g}"
-        bubble = f"{share(stage.bubble.predicted)} → {share(stage.bubble.measured)}"
-        times = [_both(pair) for pair in (stage.forward, stage.backward, stage.busy)]
-        rows.append([str(stage.stage), *times, bubble, live])
-    worst = max((abs(pair.error or 0.0), number) for number, pair in enumerate(s.busy for s in found.stages))
+    for row in stages:
+        live = f"{row.live.predicted:g} → {row.live.measured:g}"
+        bubble = f"{share(row.bubble.predicted)} → {share(row.bubble.measured)}"
+        times = [_both(pair) for pair in (row.forward, row.backward, row.busy)]
+        where = [str(row.stage)] if straight else [str(row.stage), str(row.rank)]
+        rows.append([*where, *times, bubble, live, _memory_pair(row.memory)])
+    worst = max(stages, key=lambda row: abs(row.busy.error or 0.0))
     words = (
         f"<p>One mini-batch was predicted to take {seconds(found.time.predicted)} and took "
         f"{seconds(found.time.measured)}{_error(found.time)}, from its first action to the end of its last; a "
         f"step with the ranks' synchronisation took {seconds(found.step_seconds)} in the median. The busy time of "
-        f"stage {worst[1]} is furthest off. Errors are predicted over measured, less one.</p>"
+        f"rank {worst.rank} is furthest off. Errors are predicted over measured, less one.</p>"
     )
-    peaks = [peak for peak in record.peak_memory if peak is not None]
+    whole = [row.memory.measured for row in stages if row.memory.source == "resident"]
+    peaks = [peak for peak in whole if peak is not None]
     if peaks:
         words += f"<p>The largest process held {size(float(max(peaks)))}, libraries and all.</p>"
-    headers = ["stage", "forward", "backward", "busy", "bubble", "live"]
+    where = ["stage"] if straight else ["stage", "rank"]
+    headers = [*where, "forward", "backward", "busy", "bubble", "live", "memory"]
     return section("comparison", "Predicted → measured", words, table("comparison", headers, rows))
+
+
+def _memory_pair(pair: MemoryPair) -> str:
+    """Measured only where it counts what the prediction counts."""
+    if pair.measured is None or pair.source != "allocated":
+        return f"{size(pair.predicted)} → –"
+    error = "" if pair.error is None else f' <span class="error">({pair.error:+.0%})</span>'
+    return f"{size(pair.predicted)} → {size(float(pair.measured))}{error}"
 
 
 def _both(pair: Pair) -> str:

@@ -155,8 +155,8 @@ def test_a_run_is_set_beside_the_plan() -> None:
     time = subject.predicted.time
     assert page.figures["figure-measured"] == pytest.approx([1.25 * time])
     rows = page.figures["comparison-table"]
-    assert rows[0::8] == pytest.approx([stage.forward for stage in plan.stages])
-    assert rows[1::8] == pytest.approx([1.25 * stage.forward for stage in plan.stages])
+    assert rows[0::9] == pytest.approx([stage.forward for stage in plan.stages])
+    assert rows[1::9] == pytest.approx([1.25 * stage.forward for stage in plan.stages])
     assert page.text.count("(-20%)") >= 1 + 3 * len(plan.stages)
     data = json.loads(re.search(r'id="bapipe-data">(.*?)</script>', render_report(subject), re.DOTALL)[1])  # type: ignore[index]
     assert [timeline["name"] for timeline in data["timelines"]] == ["predicted", "measured"]

@@ -103,7 +103,7 @@ const bapipe = (() => {
       const find = (id) => root.getElementById(id);
       this.box = find("timeline-view"); this.canvas = find("timeline-canvas"); this.tip = find("tip");
       this.readout = find("readout"); this.field = find("highlight"); this.choice = find("timeline-shown"); this.merge = find("merged");
-      this.unit = data.unit; this.kinds = data.kinds;
+      this.unit = data.unit; this.kinds = data.kinds; this.grouped = Boolean(data.grouped);
       this.timelines = data.timelines.map(load);
       this.context = this.canvas.getContext("2d");
       this.cells = document.createElement("canvas");
@@ -116,16 +116,18 @@ const bapipe = (() => {
       this.arrange(); this.theme(); this.resize(); this.listen(root);
     }
 
-    // Which rows are shown, rank by rank, predicted above measured.
+    // Which rows are shown: rank by rank, predicted above measured, or, where grouped, one timeline above the other.
     arrange() {
       const shown = this.choice ? this.choice.value : "both";
       const chosen = this.timelines.filter((t) => shown === "both" || t.name === shown);
       this.rows = chosen.flatMap((t) => t.rows.map((row) => ({ t, row })));
-      this.rows.sort((a, b) => a.row.rank - b.row.rank || chosen.indexOf(a.t) - chosen.indexOf(b.t));
+      const byRank = (a, b) => a.row.rank - b.row.rank, byTimeline = (a, b) => chosen.indexOf(a.t) - chosen.indexOf(b.t);
+      this.rows.sort(this.grouped ? (a, b) => byTimeline(a, b) || byRank(a, b) : (a, b) => byRank(a, b) || byTimeline(a, b));
       const height = Math.max(ROW_LEAST, Math.min(ROW_MOST, Math.floor(ALL_ROWS / Math.max(1, this.rows.length)) - 1));
       let y = 2, before = null;
       for (const item of this.rows) {
         if (before !== null) y += before.row.rank === item.row.rank ? 1 : Math.max(1, Math.min(GAP, height / 4 | 0));
+        if (this.grouped && before !== null && before.t !== item.t) y += 2 * GAP;
         item.y = y; item.h = height; y += height; before = item; item.row.item = item;
         item.label = item.row.title + (chosen.length > 1 ? ` ${item.t.name}` : "");
       }
@@ -412,7 +414,7 @@ const bapipe = (() => {
     }
 
     select(microbatch) {
-      const valid = Number.isInteger(microbatch) && microbatch >= 0 && microbatch < this.timelines[0].microbatches;
+      const valid = Number.isInteger(microbatch) && microbatch >= 0 && microbatch < Math.max(...this.timelines.map((t) => t.microbatches));
       this.selected = valid ? microbatch : null;
       if (this.field && document.activeElement !== this.field) this.field.value = valid ? microbatch : "";
       this.box.dataset.selected = valid ? String(microbatch) : "";
@@ -527,37 +529,49 @@ const bapipe = (() => {
   function contents(root) {
     const list = root.getElementById("contents");
     list.textContent = "";
-    for (const section of root.querySelectorAll("main section")) {
+    for (const section of root.querySelectorAll("main section:not([hidden])")) {
       const link = document.createElement("a"), entry = document.createElement("li");
       link.href = "#" + section.id; link.textContent = section.querySelector("h2").textContent;
       entry.append(link); list.append(entry);
     }
   }
 
-  // Draws the data into the sections that stand in the page; mounting again takes the place of what was drawn before.
-  function mount(root, data) {
-    if (api.unmount) api.unmount();
-    contents(root);
-    const view = new TimelineView(root, data), page = document.documentElement, ending = new AbortController();
-    const until = { signal: ending.signal }, dark = matchMedia("(prefers-color-scheme: dark)");
-    const repaint = () => { view.theme(); view.legend(root.getElementById("timeline-legend")); view.draw(); };
-    dark.addEventListener("change", repaint, until);
+  // Theme and print for the whole page: once, whatever is drawn in it later.
+  function dress(root) {
+    if (api.dressed) return;
+    api.dressed = true;
+    const page = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)");
+    const repaint = () => {
+      if (!api.view) return;
+      api.view.theme(); api.view.legend(root.getElementById("timeline-legend")); api.view.draw();
+    };
+    dark.addEventListener("change", repaint);
     root.getElementById("theme").addEventListener("click", () => {
       const now = page.dataset.theme || (dark.matches ? "dark" : "light");
       page.dataset.theme = now === "dark" ? "light" : "dark";
       repaint();
-    }, until);
+    });
     let chosen;
-    addEventListener("beforeprint", () => { chosen = page.dataset.theme; page.dataset.theme = "light"; repaint(); }, until);
+    addEventListener("beforeprint", () => { chosen = page.dataset.theme; page.dataset.theme = "light"; repaint(); });
     addEventListener("afterprint", () => {
       if (chosen) page.dataset.theme = chosen; else delete page.dataset.theme;
       repaint();
-    }, until);
-    api.view = view;
-    api.unmount = () => { ending.abort(); view.observer.disconnect(); };
-    return view;
+    });
   }
 
-  const api = { mount, formatTime, ticks, view: null, unmount: null };
+  // Draws the data into the sections that stand in the page; mounting again takes the place of what was drawn before.
+  function mount(root, data) {
+    unmount();
+    dress(root); contents(root);
+    api.view = new TimelineView(root, data);
+    return api.view;
+  }
+
+  function unmount() {
+    if (api.view) api.view.observer.disconnect();
+    api.view = null;
+  }
+
+  const api = { mount, unmount, dress, contents, formatTime, ticks, view: null, dressed: false };
   return api;
 })();

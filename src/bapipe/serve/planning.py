@@ -1,0 +1,205 @@
+"""A question -> its plan and all that a page shows of it, exactly as `bapipe plan` would plan it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bapipe.cluster import Cluster
+from bapipe.cluster_files import read_cluster, with_link_bandwidth, with_memory_limit
+from bapipe.cluster_writer import cluster_toml
+from bapipe.decode import decode
+from bapipe.errors import BaPipeError
+from bapipe.explore import Exploration, explore, make_plan
+from bapipe.files import content_hash, dump_json
+from bapipe.fpga import explore_fpga, is_fpga_cluster, make_fpga_plan
+from bapipe.layer_table import read_layer_table
+from bapipe.model import Model
+from bapipe.models import DEFAULT_DTYPE, load_profile
+from bapipe.partition.steps import Step
+from bapipe.plan import Plan
+from bapipe.profile import Profile
+from bapipe.report.elements import counted
+from bapipe.report.html import make_subject, render_report, timelines_of
+from bapipe.report.page_data import page_data
+from bapipe.report.plan_table import answer as answer_words
+from bapipe.report.plan_table import stage_layers
+from bapipe.report.sections import Subject, sections_html
+from bapipe.serve.question import MOST_ACCELERATORS, Question, command_line, query_values
+from bapipe.tables import builtin_model, is_builtin
+from bapipe.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
+
+__all__ = ["MOST_ACTIONS", "Found", "answer_parts", "draft_question", "plan_question"]
+
+MOST_ACTIONS = 200_000
+"""actions from which on a timeline is not sent to a page"""
+_FPGA_DTYPE = "fp16"
+_NAMES = 160
+"""characters of a name from a file that a page is told"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan, and what it was made from."""
+
+    plan: Plan
+    profile: Profile | None = None
+    """None on FPGAs, whose layers have other costs"""
+    steps: tuple[Step, ...] = ()
+
+
+def plan_question(question: Question) -> Found:
+    """Plan it. The files that it names are read from the current folder."""
+    cluster = _cluster(question)
+    if _on_fpgas(question, cluster):
+        dtype = question.dtype or _FPGA_DTYPE
+        found = explore_fpga(_layers(question.model), cluster, question.request, dtype=dtype)
+        return Found(plan=make_fpga_plan(found), steps=found.steps)
+    best = explore(_profile(question, cluster), cluster, question.request)
+    return Found(plan=make_plan(best), profile=best.profile, steps=best.steps)
+
+
+def draft_question(question: Question) -> Found | None:
+    """A plan found fast: data parallelism, or 1f1b with micro-batches of the same size, or of the first small one.
+
+    It fits, but others may be better. None where the whole search is as narrow, or nothing so simple fits.
+    """
+    cluster, request = _cluster(question), question.request
+    forced = request.strategy != "exact" or request.schedule is not None or request.space == "paper"
+    if forced or _on_fpgas(question, cluster):
+        return None
+    profile = _profile(question, cluster)
+    found: list[Exploration] = []
+    if request.stages in (None, 1):
+        with contextlib.suppress(BaPipeError):
+            found.append(explore(profile, cluster, replace(request, strategy="dp")))
+    best_size = found[0].best.candidate.chain.microbatch if found else request.microbatch
+    for size in (1, 2, 4) if best_size is None else (best_size,):
+        with contextlib.suppress(BaPipeError):
+            found.append(explore(profile, cluster, replace(request, schedule="1f1b", microbatch=size)))
+            break
+    if not found:
+        return None
+    best = max(found, key=lambda each: each.best.throughput)
+    return Found(plan=make_plan(best), profile=best.profile, steps=best.steps)
+
+
+def _on_fpgas(question: Question, cluster: Cluster) -> bool:
+    return is_fpga_cluster(cluster) and not question.model.lower().endswith((".json", ".txt"))
+
+
+def _cluster(question: Question) -> Cluster:
+    cluster = read_cluster(question.cluster)
+    if len(cluster) > MOST_ACCELERATORS:
+        raise BaPipeError(
+            f"a page plans at most {MOST_ACCELERATORS} accelerators, the cluster has {len(cluster)}; take fewer, "
+            "or use `bapipe plan`"
+        )
+    if question.memory_limit:
+        cluster = with_memory_limit(cluster, parse_bytes(question.memory_limit, what="memory_limit"))
+    if question.link_bandwidth:
+        cluster = with_link_bandwidth(cluster, parse_bandwidth(question.link_bandwidth, what="link_bandwidth"))
+    return cluster
+
+
+def _layers(model: str) -> Model:
+    """The layer table for FPGAs, which have modules per convolution, so that blocks are told apart."""
+    if not is_builtin(model):
+        return read_layer_table(model)
+    return builtin_model(model, granularity="conv") if model.lower().startswith("resnet") else builtin_model(model)
+
+
+def _profile(question: Question, cluster: Cluster) -> Profile:
+    sizes = {2**exponent for exponent in range(8)} | ({question.microbatch} if question.microbatch else set())
+    types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
+    computed = not question.model.lower().endswith((".json", ".txt"))
+    dtype = question.dtype or (DEFAULT_DTYPE if computed else None)
+    return load_profile(question.model, types=types, dtype=dtype, microbatches=sorted(sizes))
+
+
+def answer_parts(question: Question, *, draft: bool = False) -> dict[str, str]:
+    """What the server hands out, by name: `answer`, JSON for the page, and the files to download.
+
+    A draft has the answer alone, which is null where there is no draft.
+    """
+    found = draft_question(question) if draft else plan_question(question)
+    if found is None:
+        return {"answer": "null"}
+    plan = found.plan
+    subject = make_subject(plan, profile=found.profile, steps=found.steps)
+    measured = question.model.lower().endswith((".json", ".txt")) and plan.dtype != DEFAULT_DTYPE
+    command = command_line(question, dtype=plan.dtype if measured else None)
+    parts = {"answer": json.dumps(_answer(question, subject, command, draft=draft), allow_nan=False)}
+    if not draft:
+        parts["plan.json"] = dump_json(plan)
+        parts["cluster.toml"] = cluster_toml(plan.cluster)
+        parts["command.sh"] = command + "\n"
+        parts["report.html"] = render_report(subject)
+    return parts
+
+
+def _answer(question: Question, subject: Subject, command: str, *, draft: bool) -> dict[str, Any]:
+    plan = subject.plan
+    count = len(subject.predicted.kinds)
+    return {
+        "question": query_values(question),
+        "draft": draft,
+        "hash": _hash(plan),
+        "command": command,
+        "words": answer_words(plan).removeprefix(f"{plan.model.name}: "),
+        "sections": sections_html(subject),
+        "actions": count,
+        "data": page_data(timelines_of(subject)) if count <= MOST_ACTIONS else None,
+        "figures": _figures(plan),
+        "stages": [
+            {
+                "where": _where(stage.accelerators),
+                "layers": stage_layers(stage)[:_NAMES],
+                "time": stage.forward + stage.backward,
+                "time_words": format_seconds(stage.forward + stage.backward),
+                "memory": stage.memory_bytes,
+                "memory_words": format_bytes(stage.memory_bytes),
+            }
+            for stage in plan.stages
+        ],
+    }
+
+
+def _hash(plan: Plan) -> str:
+    """Of plan.json as it is read: a whole number that stands in a field of fractions is a fraction there."""
+    return content_hash(decode(Plan, json.loads(dump_json(plan)), where="the plan"))
+
+
+def _where(names: tuple[str, ...]) -> str:
+    return names[0][:_NAMES] + (f" … ×{len(names)}" if len(names) > 1 else "")
+
+
+def _figures(plan: Plan) -> list[dict[str, Any]]:
+    """What two plans are compared by; `better` says which way, where either is better."""
+    prediction = plan.prediction
+    memory = max(stage.memory_bytes for stage in plan.stages)
+    numbers: list[tuple[str, str, float, str, str | None]] = [
+        ("time", "time per mini-batch", prediction.time, format_seconds(prediction.time), "less"),
+        ("throughput", "samples/s", prediction.throughput, f"{prediction.throughput:.4g}", "more"),
+        ("gap", "over the lower bound", prediction.gap, f"{prediction.gap:.1%}", "less"),
+        ("lower_bound", "lower bound", prediction.lower_bound, format_seconds(prediction.lower_bound), None),
+        ("bubble", "bubble", prediction.bubble, f"{prediction.bubble:.1%}", "less"),
+        ("exposed_communication", "longest wait for transfers", prediction.exposed_communication,
+         format_seconds(prediction.exposed_communication), "less"),
+        ("memory", "memory of the fullest accelerator", memory, format_bytes(memory), "less"),
+    ]  # fmt: skip
+    words = [
+        ("way", "way", f"{plan.kind}, {plan.schedule.name}"),
+        ("stages", "stages", "-".join(str(len(stage.accelerators)) for stage in plan.stages)[:_NAMES]),
+        ("batches", "micro-batches", f"{plan.microbatches} of {plan.microbatch_size}"),
+        ("minibatch", "mini-batch", counted(plan.minibatch, "sample")),
+    ]
+    return [
+        *({"key": key, "name": name, "words": text} for key, name, text in words),
+        *(
+            {"key": key, "name": name, "value": value, "words": text, "better": better}
+            for key, name, value, text, better in numbers
+        ),
+    ]

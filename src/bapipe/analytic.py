@@ -7,11 +7,11 @@ assumptions of `Efficiency` (c compute, m memory, h half_seconds, λ launch):
     elementwise  bytes / (W · m), after the products
     launch       λ
 
-forward          flops of the table, parameters read `weight_reads` times
-input gradient   the forward's flops, twice those that multiply no parameters (attention's two products); none
-                 through the parameters of the first layer, whose input needs no gradient; elementwise bytes · 1.5
-weight gradient  the flops that multiply parameters, their gradient written once; nothing without parameters
-update           Adam: parameter, gradient and two moments read, three written, in fp32
+- forward: flops of the table, parameters read `weight_reads` times;
+- input gradient: the forward's flops, twice those that multiply no parameters (attention's two products); none
+  through the parameters of the first layer, whose input needs no gradient; elementwise bytes · 1.5;
+- weight gradient: the flops that multiply parameters, their gradient written once; nothing without parameters;
+- update: Adam: parameter, gradient and two moments read, three written, in fp32.
 
 Good for comparing plans before anything runs; absolute times may be off by tens of per cent, at times by a factor
 of 2. It knows no cache, no faster algorithm (Winograd exceeds this roofline for 3 × 3 convolutions) and no on-chip

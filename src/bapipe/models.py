@@ -31,10 +31,10 @@ def load_profile(
 ) -> Profile:
     """The profile of what `spec` names.
 
-    - a built-in name (`args`: its options) or a layer table (*.toml): computed for `types` at `microbatches`, in
+    - a built-in name (`args`: its options) or a layer table (`*.toml`): computed for `types` at `microbatches`, in
       `dtype` (None: fp32);
     - profile.json: as it is, whatever `types` and `microbatches`; a `dtype` that differs from its own is refused;
-    - *.graph.txt: PipeDream's, measured at `batch` (None: 128) and scaled to `microbatches` where they differ;
+    - `*.graph.txt`: PipeDream's, measured at `batch` (None: 128) and scaled to `microbatches` where they differ;
     - package.module:function: refused here, as it must be profiled first.
     """
     text = spec.strip()

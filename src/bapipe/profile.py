@@ -201,4 +201,5 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
+    """Write profile.json; the same profile gives the same bytes."""
     write_text(path, dump_json(profile))

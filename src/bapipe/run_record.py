@@ -96,7 +96,7 @@ class CheckRecord:
 
     steps: int
     gradient_difference: float
-    """largest |difference| of a parameter's gradient, relative to that gradient's largest entry"""
+    """largest absolute difference of a parameter's gradient, relative to that gradient's largest entry"""
     parameter: str
     """where that is"""
     loss_difference: float

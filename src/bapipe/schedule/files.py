@@ -138,6 +138,7 @@ def schedule_text(schedule: Schedule, path: str | Path) -> str:
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule file: `.csv` as torch's, anything else as BaPipe's JSON."""
     write_text(path, schedule_text(schedule, path))
 
 

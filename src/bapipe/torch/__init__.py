@@ -1,7 +1,10 @@
 """Running a plan with PyTorch. Only this package imports torch; `launch` and `support` do without.
 
-import bapipe.torch as bp
-pipe = bp.Pipeline(build_model, plan="plan.json", loss_fn=loss_fn)
+    import bapipe.torch as bp
+
+    pipe = bp.Pipeline(build_model, plan="plan.json", loss_fn=loss_fn)
+
+Every rank makes one.
 """
 
 from typing import TYPE_CHECKING, Any

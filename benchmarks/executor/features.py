@@ -31,7 +31,7 @@ from bapipe.cluster import Accelerator
 from bapipe.cluster_files import read_cluster
 from bapipe.explore import Request, explore, make_plan
 from bapipe.files import dump_json, write_text
-from bapipe.torch.capture import Captured, capture
+from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.measure.environment import environment_of
 from bapipe.torch.measure.statistics import Summary, summarise
 from bapipe.torch.pipeline import Pipeline

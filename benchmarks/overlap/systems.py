@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from bapipe.schedule.orders import make_schedule
-from bapipe.torch.capture import Stage
-from bapipe.torch.capture.cuts import Value
-from bapipe.torch.capture.stages import Root, StageSpec
+from bapipe.torch.capturing import Stage
+from bapipe.torch.capturing.cuts import Value
+from bapipe.torch.capturing.stages import Root, StageSpec
 from bapipe.torch.executor import Executor
 from bapipe.torch.loss import LossSum
 from bapipe.torch.recorder import HostClock

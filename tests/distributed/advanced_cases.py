@@ -17,7 +17,7 @@ from bapipe.schedule.actions import Schedule
 from bapipe.schedule.orders import make_schedule, with_recompute, with_update
 
 if TYPE_CHECKING:
-    from bapipe.torch.capture import Captured
+    from bapipe.torch.capturing import Captured
 
 __all__ = [
     "FULL",

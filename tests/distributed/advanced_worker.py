@@ -22,7 +22,7 @@ from torch import Tensor
 
 import split_models
 from bapipe.torch.build import BuiltModel
-from bapipe.torch.capture import Captured, capture
+from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.check import gradients, train_alone
 from bapipe.torch.pipeline import Pipeline
 from split_models import SPLIT_MODELS, build_split_model

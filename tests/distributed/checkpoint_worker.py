@@ -28,7 +28,7 @@ from equality_models import SUBJECTS, as_call, build, make_batch
 from torch import nn
 
 from bapipe.schedule.orders import capped, data_parallel, make_schedule, with_recompute, with_update
-from bapipe.torch.capture import Captured, capture
+from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.checkpoint import Checkpoints
 from bapipe.torch.pipeline import Pipeline
 

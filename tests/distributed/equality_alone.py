@@ -13,8 +13,8 @@ from equality_models import SUBJECTS, as_call, make_batch
 from equality_plans import Case
 from torch import Tensor, nn
 
-from bapipe.torch.capture import Captured
-from bapipe.torch.capture.private import flatten, unflatten
+from bapipe.torch.capturing import Captured
+from bapipe.torch.capturing.private import flatten, unflatten
 
 __all__ = ["LEARNING_RATE", "Alone", "make_optimizer", "train_alone"]
 

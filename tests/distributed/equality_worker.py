@@ -33,7 +33,7 @@ from forked_ranks import fork_ranks
 from torch import Tensor
 
 from bapipe.plan import Plan
-from bapipe.torch.capture import Captured, Result, capture, largest_difference
+from bapipe.torch.capturing import Captured, Result, capture, largest_difference
 from bapipe.torch.pipeline import Pipeline
 
 RANKS = 4

@@ -16,7 +16,7 @@ from bapipe.schedule.files import ScheduleFile
 from bapipe.schedule.orders import pipedream
 
 if TYPE_CHECKING:
-    from bapipe.torch.capture import Captured
+    from bapipe.torch.capturing import Captured
 
 __all__ = ["PipeDreamCase", "lag_of", "make_plan", "read_cases", "write_cases"]
 

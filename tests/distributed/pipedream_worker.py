@@ -21,7 +21,7 @@ from pipedream_cases import PipeDreamCase, lag_of, make_plan, read_cases
 from torch import Tensor, nn
 
 from bapipe.torch.build import BuiltModel
-from bapipe.torch.capture import Captured, capture
+from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.check import Gradients, gradients
 from bapipe.torch.clocks import gathered
 from bapipe.torch.pipedream import PipeDream

@@ -36,7 +36,7 @@ from equality_cases import (  # noqa: E402
 from equality_models import SUBJECTS, as_call, build, make_batch  # noqa: E402
 from equality_plans import Case, make_plan, make_schedule_of, write_cases  # noqa: E402
 
-from bapipe.torch.capture import capture  # noqa: E402
+from bapipe.torch.capturing import capture  # noqa: E402
 from bapipe.torch.prepare import own_stages  # noqa: E402
 from bapipe.torch.transport.boxes import AHEAD, WINDOW  # noqa: E402
 

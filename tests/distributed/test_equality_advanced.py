@@ -21,7 +21,7 @@ from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Kind
 from bapipe.simulate import Costs, simulate
 from bapipe.timeline import Timeline, Transfers
-from bapipe.torch.capture import capture
+from bapipe.torch.capturing import capture
 from bapipe.torch.support import runnable_schedule
 from split_models import build_split_model
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; it is
 PROGRAM = """
 import json, resource, time
 import torch, transformers
-from bapipe.torch.capture import capture, empty_parameters
+from bapipe.torch.capturing import capture, empty_parameters
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 with {context}:

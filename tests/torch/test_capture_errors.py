@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture import capture
-from bapipe.torch.capture.run import run_stages
+from bapipe.torch.capturing import capture
+from bapipe.torch.capturing.run import run_stages
 
 
 class Root(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bapipe.torch.capture import Captured, capture, largest_difference, run_eager, run_stages
+from bapipe.torch.capturing import Captured, capture, largest_difference, run_eager, run_stages
 from bapipe.torch.zoo import build_gnmt, build_gpt, build_resnet50, build_unet, build_vgg16
 
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bapipe.model import Split
-from bapipe.torch.capture import capture, run_eager, run_stages
+from bapipe.torch.capturing import capture, run_eager, run_stages
 from bapipe.torch.zoo import build_gnmt, build_gpt, build_resnet50, build_unet, build_vgg16
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture import capture, largest_difference, run_eager, run_stages
+from bapipe.torch.capturing import capture, largest_difference, run_eager, run_stages
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "custom function": (lambda: models.Around(models.Quantised()), "autograd.Function StraightThrough"),
@@ -108,7 +108,7 @@ def test_a_function_in_the_model_itself_is_refused_by_name() -> None:
 
 
 def test_a_wrong_gradient_is_noticed_even_if_nothing_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapipe.torch.capture.watch.function_classes", list)
+    monkeypatch.setattr("bapipe.torch.capturing.watch.function_classes", list)
     with pytest.raises(BaPipeError, match=r"differs from eager: the gradient of .* in layer 'middle'"):
         capture(models.Around(models.Quantised()).double(), (models.sample(),))
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import bapipe.torch.capture
-from bapipe.torch.capture import private
+import bapipe.torch.capturing
+from bapipe.torch.capturing import private
 
-FOLDER = Path(bapipe.torch.capture.__file__).parent
+FOLDER = Path(bapipe.torch.capturing.__file__).parent
 ZOO = FOLDER.parent / "zoo"
 PUBLIC_UNDERSCORES = {"sys._getframe"}
 

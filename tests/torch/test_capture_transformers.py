@@ -11,7 +11,7 @@ import transformers as hf
 import transformers_models
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture import capture, empty_parameters, fill_stage, largest_difference, run_eager, run_stages
+from bapipe.torch.capturing import capture, empty_parameters, fill_stage, largest_difference, run_eager, run_stages
 
 LAYERS = {
     "gpt2": ["transformer.wte", "transformer.h.0.attn", "transformer.h.0.mlp", "transformer.h.1.attn",

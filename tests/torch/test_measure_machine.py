@@ -124,6 +124,7 @@ def test_slices_have_their_own_environment(tmp_path: Path) -> None:
         "CUDA_MPS_PIPE_DIRECTORY": f"{tmp_path}/pipe",
         "CUDA_MPS_LOG_DIRECTORY": f"{tmp_path}/log",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "12.5",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=15258M",
     }
     assert slices.even_slices(4) == (25.0,) * 4

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture import Captured, Stage, capture
-from bapipe.torch.capture.linearise import correct_states
+from bapipe.torch.capturing import Captured, Stage, capture
+from bapipe.torch.capturing.linearise import correct_states
 from bapipe.torch.zoo.gnmt import build_gnmt
 from bapipe.torch.zoo.gpt import build_gpt
 from bapipe.torch.zoo.resnet import build_resnet50

@@ -9,7 +9,7 @@ import torch
 
 from bapipe.errors import BaPipeError
 from bapipe.tables import builtin_model
-from bapipe.torch.capture import capture, empty_parameters
+from bapipe.torch.capturing import capture, empty_parameters
 from bapipe.torch.zoo import (
     GNMT,
     VGG16,

@@ -38,7 +38,7 @@ def read_cnn(spec: str) -> Model:
     if text.lower().endswith(".toml"):
         return read_layer_table(text)
     if _CALLABLE.fullmatch(text):
-        from bapipe.torch.capture import capture
+        from bapipe.torch.capturing import capture
         from bapipe.torch.measure.source import find_model
 
         source = find_model(text)

@@ -7,28 +7,27 @@
 Every rank makes one.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bapipe.torch.capturing import capture
     from bapipe.torch.checkpoint import Checkpoints
     from bapipe.torch.pipedream import PipeDream
     from bapipe.torch.pipeline import Pipeline
 
-__all__ = ["Checkpoints", "PipeDream", "Pipeline"]
+__all__ = ["Checkpoints", "PipeDream", "Pipeline", "capture"]
+
+_MODULES = {
+    "Checkpoints": "checkpoint",
+    "PipeDream": "pipedream",
+    "Pipeline": "pipeline",
+    "capture": "capturing",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import torch only when something of it is asked for."""
-    if name == "Pipeline":
-        from bapipe.torch.pipeline import Pipeline
-
-        return Pipeline
-    if name == "Checkpoints":
-        from bapipe.torch.checkpoint import Checkpoints
-
-        return Checkpoints
-    if name == "PipeDream":
-        from bapipe.torch.pipedream import PipeDream
-
-        return PipeDream
-    raise AttributeError(f"module 'bapipe.torch' has no attribute '{name}'")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'bapipe.torch' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"bapipe.torch.{_MODULES[name]}"), name)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture import Stage
+from bapipe.torch.capturing import Stage
 
 __all__ = ["described", "layers_of", "one_line"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError, nearest
 from bapipe.model import ModelRef
-from bapipe.torch.capture.private import flatten, unflatten
+from bapipe.torch.capturing.private import flatten, unflatten
 from bapipe.torch.dtypes import find_dtype
 
 __all__ = ["OPTIMIZERS", "BuiltModel", "Loss", "build_model", "make_optimizer"]

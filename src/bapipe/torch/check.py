@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from bapipe.run_record import CheckRecord
 from bapipe.torch.build import BuiltModel
-from bapipe.torch.capture import capture
-from bapipe.torch.capture.stages import Slice
+from bapipe.torch.capturing import capture
+from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.loss import LossSum
 from bapipe.torch.microbatches import InputSpec, split_inputs, split_targets
 

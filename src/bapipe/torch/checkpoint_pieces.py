@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.stages import Slice
+from bapipe.torch.capturing.stages import Slice
 
 __all__ = [
     "Piece",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.stages import Slice
+from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.checkpoint_pieces import (
     Piece,
     model_key,

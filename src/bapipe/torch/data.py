@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bapipe.errors import BaPipeError, nearest
 from bapipe.torch.build import BuiltModel
-from bapipe.torch.capture.private import flatten, unflatten
+from bapipe.torch.capturing.private import flatten, unflatten
 
 __all__ = ["DATA", "Batches", "batches_for"]
 

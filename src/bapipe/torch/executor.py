@@ -23,8 +23,14 @@ from bapipe.torch.stage_runner import StageRunner
 from bapipe.torch.support import compute_lane
 from bapipe.torch.transport import Inbox, Message, Outbox, Transport, Wire
 
-__all__ = ["ActionError", "Executor", "RankTrace"]
+__all__ = ["QUEUED", "ActionError", "Executor", "RankTrace"]
 
+QUEUED = 2
+"""actions that the host may have queued on a GPU that has not done them yet: the GPU is then never without work
+
+With more, a copy that carries a result to the next rank waits behind them where streams share a hardware queue.
+On slices of one GPU that held up the first messages of a mini-batch by several forwards.
+"""
 MessageOf = Callable[[int, int, bool], Message]
 """(boundary, micro-batch, onward) -> what crosses"""
 
@@ -178,6 +184,8 @@ class Executor:
             if step.released is not None:
                 step.released.release(microbatch)
             kind = step.action.kind
+            if len(marks) >= QUEUED:
+                self._clock.wait(marks[-QUEUED][2])
             start = mark()
             if kind == forward:
                 runner = step.runner

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.private import flatten
+from bapipe.torch.capturing.private import flatten
 
 __all__ = ["LossFunction", "LossOfEach", "LossSum"]
 

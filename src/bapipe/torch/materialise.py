@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.private import swap_parameter
+from bapipe.torch.capturing.private import swap_parameter
 from bapipe.torch.checkpoint_folder import MANIFEST, latest
 
 __all__ = ["StateFile", "fill", "initialise", "open_state"]

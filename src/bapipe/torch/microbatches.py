@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture import Captured
-from bapipe.torch.capture.private import flatten, unflatten
+from bapipe.torch.capturing import Captured
+from bapipe.torch.capturing.private import flatten, unflatten
 
 __all__ = ["InputSpec", "split_inputs", "split_targets"]
 

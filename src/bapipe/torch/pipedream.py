@@ -31,7 +31,8 @@ from torch import Tensor
 from bapipe.errors import BaPipeError
 from bapipe.plan import Plan
 from bapipe.schedule.actions import Action, Kind
-from bapipe.torch.capture import Captured
+from bapipe.torch.capturing import Captured
+from bapipe.torch.executor import QUEUED
 from bapipe.torch.loss import LossFunction, LossOfEach
 from bapipe.torch.pipeline import Build, Pipeline
 from bapipe.torch.reduce import Reducer, TiedWeights
@@ -243,7 +244,7 @@ class _Run:
         self._note(number, Kind.F)
         leaves, targets = self._data.pop(number)
         values = self._taken(self._ends.received, number)
-        start = pipe.clock.mark()
+        start = self._begin_action()
         runner = self._runner(number)
         runner.begin(pipe.steps * len(pipe._sizes) + number, leaves, targets, weights=pipe.stash.weights(number))
         made = runner.forward(0, values)
@@ -256,7 +257,7 @@ class _Run:
         errors = self._taken(self._ends.errors, number)
         if self._ends.errors is not None and self._ends.sent is not None:
             self._ends.sent.release(number)
-        start = pipe.clock.mark()
+        start = self._begin_action()
         runner = self._runner(number)
         made = runner.backward(0, errors)
         runner.end()
@@ -321,6 +322,13 @@ class _Run:
         pipe.executor.current = action
         pipe.watch.progress.step = pipe.steps + step
         pipe.watch.progress.note_action(action)
+
+    def _begin_action(self) -> Any:
+        """Where an action starts, for `_mark`."""
+        clock = self._pipe.clock
+        if len(self._marks) >= QUEUED:
+            clock.wait(self._marks[-QUEUED][3])
+        return clock.mark()
 
     def _mark(self, number: int, kind: Kind, start: Any) -> None:
         step, place = divmod(number, len(self._pipe._sizes))

@@ -19,8 +19,8 @@ from torch.func import functional_call
 
 from bapipe.run_record import CheckRecord
 from bapipe.torch.build import BuiltModel
-from bapipe.torch.capture import capture
-from bapipe.torch.capture.stages import Slice
+from bapipe.torch.capturing import capture
+from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.check import Gradients, largest, relative, tolerance
 from bapipe.torch.loss import LossOfEach
 from bapipe.torch.microbatches import InputSpec, split_inputs, split_targets

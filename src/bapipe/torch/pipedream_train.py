@@ -14,7 +14,7 @@ from bapipe.errors import BaPipeError
 from bapipe.plan import Plan
 from bapipe.run_record import CheckRecord, RunRecord, StepRecord
 from bapipe.torch.build import build_model, make_optimizer
-from bapipe.torch.capture.stages import Slice
+from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.check import Gradients, gradients
 from bapipe.torch.clocks import clock_offset, gathered, machine_name, sum_over_ranks
 from bapipe.torch.data import batches_for

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.plan import Plan, read_plan
 from bapipe.schedule.actions import Action
-from bapipe.torch.capture import Captured, capture
-from bapipe.torch.capture.stages import Slice
+from bapipe.torch.capturing import Captured, capture
+from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.executor import Executor, RankTrace
 from bapipe.torch.join import device_of, join
 from bapipe.torch.loss import LossFunction, LossSum

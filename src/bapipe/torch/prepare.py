@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.plan import Plan, PlanStage
 from bapipe.schedule.actions import Schedule
-from bapipe.torch.capture import Captured, Stage
-from bapipe.torch.capture.private import swap_parameter, unflatten
+from bapipe.torch.capturing import Captured, Stage
+from bapipe.torch.capturing.private import swap_parameter, unflatten
 from bapipe.torch.dtypes import DTYPES
 from bapipe.torch.microbatches import InputSpec
 from bapipe.torch.transport import Message, TensorShape

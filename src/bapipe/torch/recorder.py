@@ -20,6 +20,9 @@ class Clock(Protocol):
     def mark(self) -> Any:
         """Now, as the device will see it."""
 
+    def wait(self, mark: Any) -> None:
+        """Until the device has come to the mark."""
+
     def times(self, marks: Sequence[Any]) -> list[float]:
         """The marks in seconds of the host's `time.perf_counter`; waits for the device."""
 
@@ -30,6 +33,9 @@ class HostClock:
     mark = staticmethod(time.perf_counter)
 
     def start(self) -> None:
+        """Nothing to do."""
+
+    def wait(self, mark: Any) -> None:
         """Nothing to do."""
 
     def times(self, marks: Sequence[Any]) -> list[float]:
@@ -49,11 +55,16 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            # `blocking` lets the host sleep instead of spin while it waits.
+            made = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            self._events.append(made)
         event = self._events[self._used]
         self._used += 1
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
 
     def times(self, marks: Sequence[Any]) -> list[float]:
         last = self.mark()

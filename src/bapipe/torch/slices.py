@@ -31,6 +31,11 @@ __all__ = [
 
 SLICES_SCHEMA = "bapipe.slices/1"
 _CONTROL = "nvidia-cuda-mps-control"
+_FEW, _QUEUES = 8, 8
+"""slices up to which each asks for so many work queues, so that its copies need not queue behind its kernels
+
+All clients of an MPS server share one pool of queues, of which each gets few where it asks for none.
+"""
 _PATIENCE = 20.0
 """seconds to wait for the daemon to answer or to go"""
 
@@ -75,6 +80,8 @@ def slice_environment(slices: Slices, index: int) -> dict[str, str]:
         "CUDA_MPS_LOG_DIRECTORY": f"{slices.folder}/log",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{slices.percentages[index]:g}",
     }
+    if len(slices) <= _FEW:
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_QUEUES)
     if slices.memory is not None:
         variables["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={int(slices.memory // 2**20)}M"
     return variables

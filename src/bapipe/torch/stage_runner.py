@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from bapipe.torch.capture import Stage
+from bapipe.torch.capturing import Stage
 from bapipe.torch.loss import LossSum
 from bapipe.torch.split_backward import DelayedWeights, SplitBackward
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bapipe.plan import Plan
 from bapipe.run_record import CheckRecord, RunRecord, StepRecord
 from bapipe.torch.build import build_model, make_optimizer
-from bapipe.torch.capture.stages import Slice
+from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.check import Gradients, compare_gradients, gradients, joined
 from bapipe.torch.checkpoint_folder import CheckpointError
 from bapipe.torch.clocks import clock_offset, gathered, machine_name, sum_over_ranks

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture import Captured, capture
-from bapipe.torch.capture.private import flatten, unflatten
+from bapipe.torch.capturing import Captured, capture
+from bapipe.torch.capturing.private import flatten, unflatten
 from bapipe.torch.measure.record import MeasuredLayer
 
 __all__ = ["CapturedChain", "Chain", "Piece", "chain_of", "on_device", "tensors_of"]
@@ -75,7 +75,7 @@ def _state(module: nn.Module) -> list[Tensor]:
 
 
 class CapturedChain:
-    """The layers that `bapipe.torch.capture` found, run as stages of their own."""
+    """The layers that `bapipe.torch.capturing` found, run as stages of their own."""
 
     def __init__(self, captured: Captured, *, device: torch.device, dtype: torch.dtype) -> None:
         self.captured = captured

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from bapipe.torch.capture.export import examples_of
-from bapipe.torch.capture.private import flatten, unflatten
+from bapipe.torch.capturing.export import examples_of
+from bapipe.torch.capturing.private import flatten, unflatten
 from bapipe.torch.measure.chain import on_device, tensors_of
 from bapipe.torch.measure.source import Source
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.export import Examples, first_line
-from bapipe.torch.capture.run import Result, largest_difference, run_eager, run_stages
+from bapipe.torch.capturing.export import Examples, first_line
+from bapipe.torch.capturing.run import Result, largest_difference, run_eager, run_stages
 
 if TYPE_CHECKING:
-    from bapipe.torch.capture.captured import Captured
+    from bapipe.torch.capturing.captured import Captured
 
 __all__ = ["TOLERANCES", "self_check"]
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.aliases import input_nodes
-from bapipe.torch.capture.devices import on_device
-from bapipe.torch.capture.evaluation import evaluating
-from bapipe.torch.capture.linearise import Program
-from bapipe.torch.capture.opaque import OpaqueCall
-from bapipe.torch.capture.private import is_symbolic, op_name, size_at
-from bapipe.torch.capture.rng import seed_node, seed_whole
+from bapipe.torch.capturing.aliases import input_nodes
+from bapipe.torch.capturing.devices import on_device
+from bapipe.torch.capturing.evaluation import evaluating
+from bapipe.torch.capturing.linearise import Program
+from bapipe.torch.capturing.opaque import OpaqueCall
+from bapipe.torch.capturing.private import is_symbolic, op_name, size_at
+from bapipe.torch.capturing.rng import seed_node, seed_whole
 
 __all__ = ["StageGraph", "copy_step", "load", "roots_of", "seed_step"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from bapipe.torch.capture.private import argument_names
+from bapipe.torch.capturing.private import argument_names
 
 __all__ = ["evaluating", "evaluating_region"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from bapipe.torch.capture.cuts import Value, dims_of, memory_order
-from bapipe.torch.capture.evaluation import evaluating
-from bapipe.torch.capture.linearise import Program
-from bapipe.torch.capture.part_ops import (
+from bapipe.torch.capturing.cuts import Value, dims_of, memory_order
+from bapipe.torch.capturing.evaluation import evaluating
+from bapipe.torch.capturing.linearise import Program
+from bapipe.torch.capturing.part_ops import (
     join_loss,
     join_parts,
     join_statistics,
@@ -21,9 +21,9 @@ from bapipe.torch.capture.part_ops import (
     part_dropout,
     part_statistics,
 )
-from bapipe.torch.capture.parts import PartRule, StepRule
-from bapipe.torch.capture.private import op_name
-from bapipe.torch.capture.stage_graph import StageGraph, copy_step, load, seed_step
+from bapipe.torch.capturing.parts import PartRule, StepRule
+from bapipe.torch.capturing.private import op_name
+from bapipe.torch.capturing.stage_graph import StageGraph, copy_step, load, seed_step
 
 __all__ = ["copy_part", "partial_values"]
 

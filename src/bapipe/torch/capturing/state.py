@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bapipe.torch.capture.private import swap_parameter
+from bapipe.torch.capturing.private import swap_parameter
 
 __all__ = ["empty_parameters", "generators", "hollowed", "on_meta", "preserved"]
 

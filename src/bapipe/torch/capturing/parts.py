@@ -19,10 +19,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.aliases import input_nodes
-from bapipe.torch.capture.layers import Group
-from bapipe.torch.capture.linearise import Program
-from bapipe.torch.capture.private import op_name
+from bapipe.torch.capturing.aliases import input_nodes
+from bapipe.torch.capturing.layers import Group
+from bapipe.torch.capturing.linearise import Program
+from bapipe.torch.capturing.private import op_name
 
 __all__ = ["PartRule", "StepRule", "find_rule", "required_rule"]
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.cuts import Value, crossing, memory_order, value_of
-from bapipe.torch.capture.devices import moved_region
-from bapipe.torch.capture.evaluation import evaluating_region
-from bapipe.torch.capture.layers import Group
-from bapipe.torch.capture.linearise import Program
-from bapipe.torch.capture.part_graph import copy_part, partial_values
-from bapipe.torch.capture.parts import required_rule
-from bapipe.torch.capture.rng import Position
-from bapipe.torch.capture.stage_graph import StageGraph, copy_step, load, roots_of
+from bapipe.torch.capturing.cuts import Value, crossing, memory_order, value_of
+from bapipe.torch.capturing.devices import moved_region
+from bapipe.torch.capturing.evaluation import evaluating_region
+from bapipe.torch.capturing.layers import Group
+from bapipe.torch.capturing.linearise import Program
+from bapipe.torch.capturing.part_graph import copy_part, partial_values
+from bapipe.torch.capturing.parts import required_rule
+from bapipe.torch.capturing.rng import Position
+from bapipe.torch.capturing.stage_graph import StageGraph, copy_step, load, roots_of
 
 __all__ = ["Root", "Slice", "Stage", "StageSpec", "build_stage", "fill_stage"]
 

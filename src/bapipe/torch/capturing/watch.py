@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from bapipe.torch.capture.private import function_classes
+from bapipe.torch.capturing.private import function_classes
 
 __all__ = [
     "Finding",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bapipe.torch.capture.private import TreeSpec, flatten, is_symbolic, unflatten
-from bapipe.torch.capture.watch import Finding, unwatched
+from bapipe.torch.capturing.private import TreeSpec, flatten, is_symbolic, unflatten
+from bapipe.torch.capturing.watch import Finding, unwatched
 
 __all__ = ["OPAQUE_OP", "OpaqueCall", "Recorded", "call_of", "leaves_traced_whole", "record_outputs"]
 

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.files import content_hash
 from bapipe.model import Model
-from bapipe.torch.capture.cuts import Value, crossing, value_of
-from bapipe.torch.capture.describe import CapturedLayer, describe_layers, to_layer
-from bapipe.torch.capture.export import Examples, examples_of, export_module
-from bapipe.torch.capture.layers import Group, group_layers
-from bapipe.torch.capture.linearise import Program, linearise
-from bapipe.torch.capture.part_graph import partial_values
-from bapipe.torch.capture.parts import required_rule
-from bapipe.torch.capture.private import flatten, unflatten
-from bapipe.torch.capture.self_check import self_check
-from bapipe.torch.capture.stages import Stage, build_stage
-from bapipe.torch.capture.state import on_meta
-from bapipe.torch.capture.watch import Finding
+from bapipe.torch.capturing.cuts import Value, crossing, value_of
+from bapipe.torch.capturing.describe import CapturedLayer, describe_layers, to_layer
+from bapipe.torch.capturing.export import Examples, examples_of, export_module
+from bapipe.torch.capturing.layers import Group, group_layers
+from bapipe.torch.capturing.linearise import Program, linearise
+from bapipe.torch.capturing.part_graph import partial_values
+from bapipe.torch.capturing.parts import required_rule
+from bapipe.torch.capturing.private import flatten, unflatten
+from bapipe.torch.capturing.self_check import self_check
+from bapipe.torch.capturing.stages import Stage, build_stage
+from bapipe.torch.capturing.state import on_meta
+from bapipe.torch.capturing.watch import Finding
 
 __all__ = ["Captured", "capture"]
 

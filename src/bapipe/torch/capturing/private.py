@@ -1,6 +1,6 @@
 """All that capture uses of torch's private parts, in one place: a test fails when something here moves.
 
-Written against torch 2.11 and 2.13. Nothing else under `bapipe.torch.capture` may touch a name of torch that
+Written against torch 2.11 and 2.13. Nothing else under `bapipe.torch.capturing` may touch a name of torch that
 begins with an underscore.
 """
 

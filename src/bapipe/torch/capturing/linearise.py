@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from bapipe.torch.capture.aliases import Storages, draws_random, input_nodes, region_of, storages
-from bapipe.torch.capture.export import Exported
-from bapipe.torch.capture.flops import Sizes, elements_written, product_flops
-from bapipe.torch.capture.opaque import OPAQUE_OP, OpaqueCall
-from bapipe.torch.capture.private import call_structure, op_name, placeholders, size_at
+from bapipe.torch.capturing.aliases import Storages, draws_random, input_nodes, region_of, storages
+from bapipe.torch.capturing.export import Exported
+from bapipe.torch.capturing.flops import Sizes, elements_written, product_flops
+from bapipe.torch.capturing.opaque import OPAQUE_OP, OpaqueCall
+from bapipe.torch.capturing.private import call_structure, op_name, placeholders, size_at
 
 __all__ = [
     "RECOMPUTE_ALWAYS",

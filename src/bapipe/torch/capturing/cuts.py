@@ -9,8 +9,8 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
-from bapipe.torch.capture.linearise import Program
-from bapipe.torch.capture.private import size_at
+from bapipe.torch.capturing.linearise import Program
+from bapipe.torch.capturing.private import size_at
 
 __all__ = ["Cuts", "Value", "crossing", "dims_of", "find_cuts", "memory_order", "value_of"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.opaque import (
+from bapipe.torch.capturing.opaque import (
     OPAQUE_OP,
     OpaqueCall,
     Recorded,
@@ -25,7 +25,7 @@ from bapipe.torch.capture.opaque import (
     leaves_traced_whole,
     record_outputs,
 )
-from bapipe.torch.capture.private import (
+from bapipe.torch.capturing.private import (
     flatten,
     is_symbolic,
     op_name,
@@ -33,8 +33,8 @@ from bapipe.torch.capture.private import (
     register_dataclasses,
     unflatten,
 )
-from bapipe.torch.capture.state import generators, hollowed, on_meta, preserved
-from bapipe.torch.capture.watch import (
+from bapipe.torch.capturing.state import generators, hollowed, on_meta, preserved
+from bapipe.torch.capturing.watch import (
     Finding,
     Hazard,
     LayerdropOff,

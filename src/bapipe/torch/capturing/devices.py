@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from bapipe.torch.capture.private import op_name
+from bapipe.torch.capturing.private import op_name
 
 __all__ = ["moved_region", "on_device"]
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capture.private import flatten
-from bapipe.torch.capture.rng import Position
-from bapipe.torch.capture.stages import Stage
-from bapipe.torch.capture.state import preserved
-from bapipe.torch.capture.watch import LayerdropOff
+from bapipe.torch.capturing.private import flatten
+from bapipe.torch.capturing.rng import Position
+from bapipe.torch.capturing.stages import Stage
+from bapipe.torch.capturing.state import preserved
+from bapipe.torch.capturing.watch import LayerdropOff
 
 if TYPE_CHECKING:
-    from bapipe.torch.capture.captured import Captured
+    from bapipe.torch.capturing.captured import Captured
 
 __all__ = ["Result", "largest_difference", "run_eager", "run_stages", "scalar_of"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from bapipe.torch.capture.aliases import input_nodes
-from bapipe.torch.capture.cuts import Cuts, find_cuts
-from bapipe.torch.capture.linearise import Program
-from bapipe.torch.capture.private import module_path, op_name
+from bapipe.torch.capturing.aliases import input_nodes
+from bapipe.torch.capturing.cuts import Cuts, find_cuts
+from bapipe.torch.capturing.linearise import Program
+from bapipe.torch.capturing.private import module_path, op_name
 
 __all__ = ["Group", "group_layers"]
 

@@ -156,7 +156,8 @@ class StageRunner:
         buffers: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         module = (modules or self._modules)[self._sizes[microbatch]]
-        module.rng_position = (self._step, microbatch)
+        # Not as an attribute: nn.Module takes its time over each.
+        module.__dict__["rng_position"] = (self._step, microbatch)
         leaves = self._inputs[microbatch] if self._roots else ()
         values = (*received, *(self._here(leaves[index]) for index in self._roots))
         others = {**self._weights, **(buffers or {})}
@@ -209,7 +210,9 @@ class StageRunner:
             return (list(made), [None]) if made[0].requires_grad else ([], [])
         wanted = (value for value, wants in zip(made, self._gets_error, strict=True) if wants)
         pairs = [(value, error) for value, error in zip(wanted, errors, strict=True) if value.requires_grad]
-        return [value for value, _ in pairs], [error.to(value.dtype) for value, error in pairs]
+        return [value for value, _ in pairs], [
+            error if error.dtype == value.dtype else error.to(value.dtype) for value, error in pairs
+        ]
 
     def _errors(self, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(

@@ -23,6 +23,7 @@ __all__ = [
     "plain_values",
     "read_text",
     "read_versioned",
+    "write_bytes",
     "write_text",
 ]
 
@@ -139,12 +140,21 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write the whole file or nothing: a reader never sees half of it, and a failure keeps the old one."""
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise FileFormatError(f"{str(path)[:200]} cannot be written: {error}") from None
+    write_bytes(path, data)
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """As `write_text`, of bytes."""
     file = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:60]}-")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(data)
             umask = os.umask(0)
             os.umask(umask)
             os.chmod(temporary, 0o666 & ~umask)

@@ -28,6 +28,12 @@ __all__ = ["report_command", "write_report"]
 @click.option("--explain", is_flag=True, help="Show the paper's exploration step by step; needs the profile.")
 @click.option("--svg", "svg_folder", type=click.Path(file_okay=False), help="Write the pictures as SVG there.")
 @click.option(
+    "--png",
+    "png_folder",
+    type=click.Path(file_okay=False),
+    help="Write them as PNG there; needs resvg-py.",
+)
+@click.option(
     "--trace", "trace_file", type=click.Path(dir_okay=False), help="Write the timelines as one Perfetto trace."
 )
 def report_command(
@@ -37,6 +43,7 @@ def report_command(
     model: str | None,
     explain: bool,
     svg_folder: str | None,
+    png_folder: str | None,
     trace_file: str | None,
 ) -> None:
     """Write PLAN_FILE as one HTML page that works offline, with RUN_FILE beside it if given.
@@ -54,7 +61,14 @@ def report_command(
     profile = _profile(plan, model)
     steps = _steps(plan, profile) if explain else ()
     written = write_report(
-        plan, out, record=record, profile=profile, steps=steps, svg_folder=svg_folder, trace_file=trace_file
+        plan,
+        out,
+        record=record,
+        profile=profile,
+        steps=steps,
+        svg_folder=svg_folder,
+        png_folder=png_folder,
+        trace_file=trace_file,
     )
     for line in written:
         click.echo(line)
@@ -68,12 +82,13 @@ def write_report(
     profile: Profile | None = None,
     steps: tuple[Step, ...] = (),
     svg_folder: str | None = None,
+    png_folder: str | None = None,
     trace_file: str | None = None,
 ) -> list[str]:
     """Write the page and what else was asked for; a line for each."""
-    from bapipe.errors import FileFormatError
-    from bapipe.files import write_text
+    from bapipe.files import write_bytes, write_text
     from bapipe.report.html import make_subject, pictures, render_report, trace_of
+    from bapipe.report.png import to_png
     from bapipe.units import format_bytes
 
     subject = make_subject(plan, record=record, profile=profile, steps=steps)
@@ -81,17 +96,28 @@ def write_report(
     write_text(out, page)
     lines = [f"wrote {out}, {format_bytes(len(page.encode()))}: open it in a browser"]
     if svg_folder is not None:
-        try:
-            Path(svg_folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FileFormatError(f"{svg_folder} cannot be made: {error}; name another folder") from None
         for name, text in pictures(subject).items():
-            write_text(Path(svg_folder) / name, text)
+            write_text(_folder(svg_folder) / name, text)
             lines.append(f"wrote {Path(svg_folder) / name}")
+    if png_folder is not None:
+        for name, text in pictures(subject).items():
+            path = _folder(png_folder) / f"{name.removesuffix('.svg')}.png"
+            write_bytes(path, to_png(text))
+            lines.append(f"wrote {path}")
     if trace_file is not None:
         write_text(trace_file, trace_of(subject))
         lines.append(f"wrote {trace_file}: open it at ui.perfetto.dev")
     return lines
+
+
+def _folder(name: str) -> Path:
+    from bapipe.errors import FileFormatError
+
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileFormatError(f"{name} cannot be made: {error}; name another folder") from None
+    return Path(name)
 
 
 def _profile(plan: Plan, model: str | None) -> Profile | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -223,13 +224,19 @@ def test_the_command_writes_page_pictures_and_trace(tmp_path: Path) -> None:
     output = invoke(
         "report", str(tmp_path / "plan.json"), str(tmp_path / "run.json"), "-o", str(tmp_path / "report.html"),
         "--profile", str(tmp_path / "profile.json"), "--svg", str(tmp_path / "pictures"),
-        "--trace", str(tmp_path / "trace.json"), "--explain",
+        "--png", str(tmp_path / "pictures"), "--trace", str(tmp_path / "trace.json"), "--explain",
     )  # fmt: skip
     assert output.startswith(f"wrote {tmp_path / 'report.html'}, ")
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "layer-table" in page.figures
     assert "steps-table" in {attributes.get("id") for _, attributes in page.tags}
-    assert len(list((tmp_path / "pictures").iterdir())) == 6
+    drawn = {path.suffix: path for path in sorted((tmp_path / "pictures").iterdir())}
+    assert len(list((tmp_path / "pictures").iterdir())) == 12
+    sizes = re.search(r'width="(\d+)" height="(\d+)"', drawn[".svg"].read_text(encoding="utf-8"))
+    assert sizes is not None
+    png = drawn[".png"].read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert struct.unpack(">II", png[16:24]) == (2 * int(sizes[1]), 2 * int(sizes[2]))
     json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
 
 

@@ -75,7 +75,9 @@ def measured(
     options: argparse.Namespace, profile: Profile, count: int, systems: list[str], deadline: float
 ) -> list[dict[str, Any]]:
     """The rows of one number of slices. One slice is a quarter, so that all have the same GPU."""
-    rows = [{"system": name, "slices": count, "predicted": predicted(profile, name, count)} for name in systems]
+    rows: list[dict[str, Any]] = [
+        {"system": name, "slices": count, "predicted": predicted(profile, name, count)} for name in systems
+    ]
     if options.predict:
         print(json.dumps(rows), flush=True)
         return rows

@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cases", default="sno,so,gpipe,dp")
     made.add_argument("--steps", type=int, default=5)
     made.add_argument("--transport", default="auto")
+    made.add_argument("--emulate", type=float, help="bytes/s of links slower than those there are")
     made.add_argument("--budget-seconds", type=float, default=500.0)
     return made
 
@@ -67,6 +68,8 @@ def main() -> None:
     workers = Workers(options, cut)
     try:
         links = workers.ask({"links": True}, 120)
+        if options.emulate:
+            links = {"bandwidth": options.emulate, "latency": links["latency"], "all_reduce": options.emulate}
         print("links", json.dumps(links), flush=True)
         for model in options.models.split(","):
             profile = read_profile(options.profiles / f"{model}-fp32.json")
@@ -96,6 +99,8 @@ def main() -> None:
         workers.stop()
         slices.stop()
         result = {"slices": len(shares), "percentages": shares, "memory": MEMORY, "links": links, "rows": rows}
+        if options.emulate:
+            result["emulated"] = True
         with tarfile.open(options.out / "records.tar.gz", "w:gz") as archive:
             for path in sorted(options.out.glob("*-*.json")):
                 archive.add(path, arcname=path.name)
@@ -145,7 +150,14 @@ def run_case(
     write_plan(plan, path)
     run = path.with_name(f"{profile.model.name}-{case}.run.json")
     told = workers.ask(
-        {"plan": str(path), "run": str(run), "steps": options.steps, "transport": options.transport}, left
+        {
+            "plan": str(path),
+            "run": str(run),
+            "steps": options.steps,
+            "transport": options.transport,
+            "emulate": options.emulate,
+        },
+        left,
     )
     if "error" in told:
         return {"predicted": plan.prediction.time, "error": told["error"]}

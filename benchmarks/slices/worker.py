@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from emulated import slow_down
 
 from bapipe.plan import read_plan
 from bapipe.run_record import write_run
@@ -72,6 +73,7 @@ def answered(request: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
     settings = Settings(steps=request["steps"], transport=request["transport"], timeout=120.0)
+    slow_down(request.get("emulate"))
     plan = read_plan(request["plan"])
     record = (train_pipedream if plan.schedule.name == "pipedream" else train)(plan, settings)
     if record is not None:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/profile/h200.py --out DIR --budget-seconds 500 \
         [--only fp32,bf16,slice50,slice25,slice12.5] [--models vgg16,resnet50,gnmt-8,gpt] [--sizes 8,16,64]
-        [--with-loss] [--resume DIR/h200.tar.gz]
+        [--with-loss] [--parts] [--resume DIR/h200.tar.gz]
 
 Each model and configuration is a process of its own, on a slice with the other slices loaded by the same model.
 When the budget is spent it stops and keeps what it has: DIR/h200.tar.gz holds measurements and merged profiles,
@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sizes", default=",".join(str(size) for size in SIZES))
     made.add_argument("--seconds", type=float, default=0.05, help="per layer, size and round")
     made.add_argument("--with-loss", action="store_true", help="the loss is a part of the last layer")
+    made.add_argument("--parts", action="store_true", help="time each layer in two parts too")
     made.add_argument("--device", default="cuda")
     made.add_argument("--job", help=argparse.SUPPRESS)
     return made
@@ -100,6 +101,7 @@ def spawn(options: argparse.Namespace, job: str, left: float) -> None:
     command = [sys.executable, __file__, "--job", job, "--out", str(options.out), "--work", str(options.work)]
     command += ["--budget-seconds", str(left), "--sizes", options.sizes, "--seconds", str(options.seconds)]
     command += ["--device", options.device, *(["--with-loss"] if options.with_loss else [])]
+    command += ["--parts"] if options.parts else []
     try:
         code = subprocess.run(command, check=False, timeout=left + 60).returncode
     except subprocess.TimeoutExpired:
@@ -112,7 +114,11 @@ def run_job(options: argparse.Namespace, deadline: float) -> None:
     dtype, count = CONFIGURATIONS[configuration]
     sizes = tuple(int(size) for size in options.sizes.split(","))
     settings = Settings(
-        microbatches=sizes, folder=options.work / "cache", seconds=options.seconds, deadline=deadline
+        microbatches=sizes,
+        folder=options.work / "cache",
+        seconds=options.seconds,
+        deadline=deadline,
+        parts=options.parts,
     )
     labels: list[str] = []
 

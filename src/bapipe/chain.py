@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.profile import Profile
+from bapipe.profile import Profile, ProfiledLayer
 
-__all__ = ["Chain", "Unit", "make_chain"]
+__all__ = ["Chain", "PartCosts", "Unit", "holds_all_weights", "make_chain", "part_costs"]
 
 Floats = NDArray[np.float64]
 
@@ -63,7 +63,14 @@ class Chain:
     workspace: float
     """bytes that the largest unit needs for a moment"""
     unit_workspace: Floats
-    """bytes that each unit needs for a moment"""
+    """bytes that the unit's layer needs for a moment, of its channels up to the unit's last"""
+    part_forward: Floats
+    """seconds beyond its share that a part of the unit's layer takes, (types, units); see `part_costs`"""
+    part_backward: Floats
+    part_stash: Floats
+    """bytes per micro-batch beyond its share that a part of the unit's layer keeps"""
+    shared_weight_bytes: Floats
+    """weights of the unit's whole layer where every part of it holds them all, else 0"""
     source: str
     interpolated: bool
 
@@ -79,6 +86,44 @@ class Chain:
         return self.forward + self.backward
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartCosts:
+    """What a stage pays on top of its units' shares where it begins or ends inside a layer."""
+
+    forward: Floats
+    """seconds, one per accelerator type"""
+    backward: Floats
+    """seconds; none of it can be put off as weight gradient"""
+    update: Floats
+    """seconds of updating the weights that its share does not have"""
+    stash: float
+    """bytes per live micro-batch"""
+    weights: float
+    """bytes that its share does not have"""
+
+
+def part_costs(chain: Chain, first: int, last: int) -> PartCosts:
+    """Of the units `first` to `last`, included: once for each end that lies inside a layer, all 0 if none does."""
+    forward, backward, update = np.zeros((3, len(chain.types)))
+    stash = weights = 0.0
+    begin, end = chain.units[first], chain.units[last]
+    for index, unit, missing in ((first, begin, begin.start / begin.of), (last, end, 1 - end.stop / end.of)):
+        if missing > 0:
+            forward = forward + chain.part_forward[:, index]
+            backward = backward + chain.part_backward[:, index]
+            stash += float(chain.part_stash[index])
+            shared = float(chain.shared_weight_bytes[index])
+            weights += missing * shared
+            if shared > 0:
+                update = update + missing * chain.update[:, index] / unit.share
+    return PartCosts(forward=forward, backward=backward, update=update, stash=stash, weights=weights)
+
+
+def holds_all_weights(layer: ProfiledLayer) -> bool:
+    """Whether every part of the layer holds all its weights, as a recurrent one divided by time steps does."""
+    return layer.split is not None and layer.split.by == "time steps" and layer.shares_weights_with is None
+
+
 def make_chain(
     profile: Profile, types: Sequence[str], microbatch: int, *, split: dict[int, int] | None = None
 ) -> Chain:
@@ -86,7 +131,8 @@ def make_chain(
 
     `split` maps a layer to the number of slices it is cut into (channels are dealt as evenly as they go). Cut
     inside a layer, the previous stage sends the layer's input and the outputs it has computed, and the error of
-    both comes back; the next stage keeps the input too.
+    both comes back; the next stage keeps the input too. A unit's costs are its share of the layer's; what a part
+    costs beyond that (`part_costs`) is known where the profile has it.
     """
     costs = [profile.at(name, microbatch) for name in types]
     units: list[Unit] = []
@@ -111,6 +157,7 @@ def make_chain(
     boundary_forward = np.where(inside, forward_in[layers] + done * forward_out[layers], forward_out[layers])
     boundary_backward = np.where(inside, backward_in[layers] + done * backward_out[layers], backward_out[layers])
     boundary_forward[-1] = boundary_backward[-1] = 0.0
+    shared = np.array([layer.weight_bytes if holds_all_weights(layer) else 0.0 for layer in profile.layers])
     return Chain(
         profile=profile,
         microbatch=microbatch,
@@ -127,7 +174,11 @@ def make_chain(
         input_bytes=np.where(begun > 0, forward_in[layers] + begun * forward_out[layers], forward_in[layers]),
         resident_input=np.where(begun > 0, forward_in[layers], 0.0),
         workspace=max(cost.workspace for cost in costs),
-        unit_workspace=np.max([cost.layer_workspace for cost in costs], axis=0)[layers] * share,
+        unit_workspace=np.max([cost.layer_workspace for cost in costs], axis=0)[layers] * done,
+        part_forward=np.array([cost.part_forward[layers] for cost in costs]),
+        part_backward=np.array([cost.part_backward[layers] for cost in costs]),
+        part_stash=np.max([cost.part_stash for cost in costs], axis=0)[layers],
+        shared_weight_bytes=shared[layers],
         source=", ".join(dict.fromkeys(cost.source for cost in costs)),
         interpolated=any(cost.interpolated for cost in costs),
     )

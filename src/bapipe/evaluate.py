@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from bapipe.chain import Chain
+from bapipe.chain import Chain, holds_all_weights, part_costs
 from bapipe.cluster import Cluster, Link
 from bapipe.errors import BaPipeError
 from bapipe.lowering import Network, Route
 from bapipe.partition.steps import Step
 from bapipe.plan import Plan
+from bapipe.profile import Profile
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.orders import with_recompute, with_update
 from bapipe.simulate import Costs, simulate
@@ -29,6 +31,7 @@ __all__ = [
     "evaluate",
     "network_of",
     "plan_timeline",
+    "shared_sums",
 ]
 
 Optimizer = Literal["sgd", "momentum", "adam"]
@@ -153,17 +156,49 @@ def network_of(cluster: Cluster, ranks: tuple[int, ...], schedule: Schedule) -> 
     return Network(routes=routes)
 
 
+def shared_sums(
+    profile: Profile, cluster: Cluster, divided: Sequence[Collection[int]], members: Sequence[tuple[int, ...]]
+) -> list[float]:
+    """Seconds that each stage sums gradients of divided layers of which every part holds all weights.
+
+    `divided` has the layers of which a stage has only a part, `members` its accelerators. The stages sum after the
+    last backward and before the update; that the later ones wait for the first is not counted.
+    """
+    seconds = [0.0] * len(divided)
+    for layer in sorted({layer for layers in divided for layer in layers}):
+        if not holds_all_weights(profile.layers[layer]):
+            continue
+        holders = [stage for stage, layers in enumerate(divided) if layer in layers]
+        group = tuple(dict.fromkeys(index for stage in holders for index in members[stage]))
+        for stage in holders:
+            seconds[stage] += all_reduce_time(cluster, group, profile.layers[layer].weight_bytes)
+    return seconds
+
+
+def _divided(candidate: Candidate) -> list[set[int]]:
+    """Layers of which each stage has only a part: they lie at its ends."""
+    units, found = candidate.chain.units, []
+    for stage in candidate.stages:
+        first, last = units[stage.first], units[stage.last]
+        inside = ((first, first.start > 0), (last, last.stop < last.of))
+        found.append({unit.layer for unit, cut in inside if cut})
+    return found
+
+
 def _stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
     chain, cluster = candidate.chain, hardware.cluster
     forward, backward, weight, update, reduce = [], [], [], [], []
-    for stage in candidate.stages:
-        span = slice(stage.first, stage.last + 1)
+    summing = shared_sums(
+        chain.profile, cluster, _divided(candidate), [stage.accelerators for stage in candidate.stages]
+    )
+    for stage, sums in zip(candidate.stages, summing, strict=True):
+        span, parts = slice(stage.first, stage.last + 1), part_costs(chain, stage.first, stage.last)
         rows = {chain.row(cluster.accelerators[index].type) for index in stage.accelerators}
-        forward.append(max(float(chain.forward[row, span].sum()) for row in rows))
-        backward.append(max(float(chain.backward[row, span].sum()) for row in rows))
+        forward.append(max(float(chain.forward[row, span].sum() + parts.forward[row]) for row in rows))
+        backward.append(max(float(chain.backward[row, span].sum() + parts.backward[row]) for row in rows))
         weight.append(min(max(float(chain.weight_gradient[row, span].sum()) for row in rows), backward[-1]))
-        update.append(max(float(chain.update[row, span].sum()) for row in rows))
-        weights = float(chain.weight_bytes[span].sum())
+        update.append(sums + max(float(chain.update[row, span].sum() + parts.update[row]) for row in rows))
+        weights = float(chain.weight_bytes[span].sum()) + parts.weights
         seconds = all_reduce_time(cluster, stage.accelerators, weights)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
             bucket = all_reduce_time(cluster, stage.accelerators, min(DDP_BUCKET, weights))

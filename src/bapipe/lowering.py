@@ -146,7 +146,7 @@ def _lower(schedule: Schedule, network: Network) -> Lowered:
         """The task of these kinds for each (stage, micro-batch), or -1."""
         table = np.full((schedule.num_stages, schedule.num_microbatches), -1, dtype=np.int64)
         for kind in wanted:
-            own = np.flatnonzero(kinds == kind)
+            own = np.flatnonzero(kinds == int(kind))
             table[stages[own], microbatches[own]] = own
         return table
 
@@ -162,7 +162,7 @@ def _lower(schedule: Schedule, network: Network) -> Lowered:
         _waits(*_cap_pairs(schedule, forward, backward), lane_of),
         _update_waits(schedule, kinds, stages, ranks),
     ]
-    if (kinds == Kind.W).any():
+    if (kinds == int(Kind.W)).any():
         waits.append(_waits(positions(Kind.I).ravel(), positions(Kind.W).ravel(), lane_of))
     before, after = (np.concatenate(both) for both in zip(*waits, strict=True))
     edge_start, edge_to = _sorted_edges(before, after, tasks)
@@ -219,7 +219,7 @@ def _cap_pairs(schedule: Schedule, forward: Ints, backward: Ints) -> tuple[Ints,
 def _update_waits(schedule: Schedule, kinds: Ints, stages: Ints, ranks: Ints) -> tuple[Ints, Ints]:
     """Every replica's last gradient -> every replica's all-reduce -> that replica's update."""
     sources, targets = [], []
-    reduces = [int(task) for task in np.flatnonzero(kinds == Kind.A)]
+    reduces = np.flatnonzero(kinds == int(Kind.A)).tolist()
     if reduces:
         gradients = np.flatnonzero((kinds == Kind.B) | (kinds == Kind.W))
         places = zip(stages[gradients].tolist(), ranks[gradients].tolist(), strict=True)

@@ -67,6 +67,12 @@ class CostTable:
     """bytes that the largest layer needs for a moment, one per micro-batch size"""
     layer_workspace: Rows | None = None
     """bytes that each layer needs for a moment; None: any may need `workspace`"""
+    part_forward: Rows | None = None
+    """seconds that either part of the layer takes beyond its share when two stages divide it, wherever they do; 0
+    where it cannot be divided; None: not measured"""
+    part_backward: Rows | None = None
+    part_stash: Rows | None = None
+    """bytes that either part keeps alive per micro-batch beyond its share and the layer's input"""
     not_fitting: tuple[int, ...] = ()
     """sizes that ran out of memory when measured"""
 
@@ -85,6 +91,10 @@ class LayerCosts:
     update: Floats
     workspace: float
     layer_workspace: Floats
+    part_forward: Floats
+    """0 where it was not measured, as are the two below"""
+    part_backward: Floats
+    part_stash: Floats
     source: Source
     interpolated: bool
 
@@ -121,7 +131,7 @@ class Profile:
             )
         for field_name in (
             "forward", "backward", "boundary_forward", "boundary_backward", "stash", "weight_gradient",
-            "layer_workspace",
+            "layer_workspace", "part_forward", "part_backward", "part_stash",
         ):  # fmt: skip
             rows = getattr(table, field_name)
             if rows is None:
@@ -166,6 +176,9 @@ class Profile:
         def mixed(rows: Rows) -> Floats:
             return (1 - share) * np.array(rows[below]) + share * np.array(rows[above])
 
+        def mixed_or_none(rows: Rows | None) -> Floats:
+            return np.zeros(len(self.layers)) if rows is None else mixed(rows)
+
         backward = mixed(table.backward)
         workspace = np.interp(microbatch, sizes, table.workspace) if table.workspace else 0.0
         return LayerCosts(
@@ -181,6 +194,9 @@ class Profile:
             layer_workspace=np.full(len(self.layers), float(workspace))
             if table.layer_workspace is None
             else mixed(table.layer_workspace),
+            part_forward=mixed_or_none(table.part_forward),
+            part_backward=mixed_or_none(table.part_backward),
+            part_stash=mixed_or_none(table.part_stash),
             source=table.source,
             interpolated=above != below,
         )

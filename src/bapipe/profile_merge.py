@@ -70,6 +70,9 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
     apart = known.weight_gradient is not None and later.weight_gradient is not None
     weighed = known.workspace is not None and later.workspace is not None
     each = known.layer_workspace is not None and later.layer_workspace is not None
+    divided = all(
+        getattr(table, f"part_{name}") for table in (known, later) for name in ("forward", "backward", "stash")
+    )
     same = known.description == later.description
     return replace(
         later,
@@ -83,6 +86,9 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         stash=rows("stash"),
         workspace=tuple(_workspace(table)[row] for _, table, row in taken) if weighed else None,
         layer_workspace=rows("layer_workspace") if each else None,
+        part_forward=rows("part_forward") if divided else None,
+        part_backward=rows("part_backward") if divided else None,
+        part_stash=rows("part_stash") if divided else None,
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
     )
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.chain import holds_all_weights
 from bapipe.cluster import Cluster
 from bapipe.compare import Comparison, compare, full_microbatches, mean_work
 from bapipe.errors import BaPipeError
+from bapipe.evaluate import shared_sums
 from bapipe.files import content_hash
 from bapipe.plan import Plan, PlanStage
 from bapipe.profile import CostTable, Profile
@@ -103,7 +105,14 @@ def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) 
     """
     types = _types(plan)
     stages = []
-    for stage, kinds in zip(plan.stages, types, strict=True):
+    names = [accelerator.name for accelerator in plan.cluster.accelerators]
+    summing = shared_sums(
+        profile,
+        cluster or plan.cluster,
+        [{part.layer for part in stage.fractions} for stage in plan.stages],
+        [tuple(names.index(name) for name in stage.accelerators) for stage in plan.stages],
+    )
+    for stage, kinds, sums in zip(plan.stages, types, summing, strict=True):
         costs = [_stage_costs(profile, stage, kind, plan.microbatch_size) for kind in kinds]
         backward = max(cost.backward for cost in costs)
         stages.append(
@@ -112,7 +121,7 @@ def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) 
                 forward=max(cost.forward for cost in costs),
                 backward=backward,
                 weight_gradient=min(backward, max(cost.weight_gradient for cost in costs)),
-                update=max(cost.update for cost in costs),
+                update=sums + max(cost.update for cost in costs),
             )
         )
     return replace(plan, stages=tuple(stages), profile_hash=profile.hash, cluster=cluster or plan.cluster)
@@ -137,13 +146,24 @@ def _shares(stage: PlanStage, layers: int) -> Floats:
     return shares
 
 
+def _ends(stage: PlanStage, layers: int) -> Floats:
+    """How often the stage begins or ends inside each layer."""
+    ends = np.zeros(layers)
+    for part in stage.fractions:
+        ends[part.layer] = (part.start > 0) + (part.stop < part.of)
+    return ends
+
+
 def _stage_costs(profile: Profile, stage: PlanStage, accelerator: str, microbatch: int) -> _StageCosts:
+    """As `bapipe.evaluate` has them, what parts of layers cost beyond their share (`part_costs`) included."""
     shares, costs = _shares(stage, len(profile.layers)), profile.at(accelerator, microbatch)
+    ends = _ends(stage, len(profile.layers))
+    whole = np.array([holds_all_weights(layer) for layer in profile.layers]) & (ends > 0)
     return _StageCosts(
-        forward=float(shares @ costs.forward),
-        backward=float(shares @ costs.backward),
+        forward=float(shares @ costs.forward + ends @ costs.part_forward),
+        backward=float(shares @ costs.backward + ends @ costs.part_backward),
         weight_gradient=float(shares @ costs.weight_gradient),
-        update=float(shares @ costs.update),
+        update=float(np.where(whole, 1.0, shares) @ costs.update),
     )
 
 
@@ -296,8 +316,16 @@ def _scaled(
             tuple(i + w for i, w in zip(one, other, strict=True))
             for one, other in zip(inputs, weight, strict=True)
         )
+    parts = table.part_forward, table.part_backward
     return replace(
-        table, description=description, forward=forward, backward=backward, weight_gradient=weight, update=update
+        table,
+        description=description,
+        forward=forward,
+        backward=backward,
+        weight_gradient=weight,
+        update=update,
+        part_forward=None if parts[0] is None else scaled(parts[0], factors("forward")),
+        part_backward=None if parts[1] is None else scaled(parts[1], factors("backward")),
     )
 
 

@@ -14,29 +14,22 @@ from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError, InfeasibleError, nearest
 from bapipe.explore import Request
 from bapipe.fpga import FPGA_STRATEGIES, explore_fpga, make_fpga_plan, parse_assumptions
-from bapipe.layer_table import read_layer_table
 from bapipe.model import Model
 from bapipe.plan import Plan, write_plan
-from bapipe.tables import BUILTIN_NAMES, builtin_model, is_builtin
+from bapipe.plan_inputs import layers_for_fpgas
+from bapipe.tables import BUILTIN_NAMES, is_builtin
 from bapipe.units import format_seconds
 
-__all__ = ["FPGA_DTYPE", "plan_on_fpgas", "read_cnn"]
+__all__ = ["plan_on_fpgas", "read_cnn"]
 
-FPGA_DTYPE = "fp16"
-"""where --dtype is left out: the paper's precision"""
 _CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def read_cnn(spec: str) -> Model:
     """The layer table that MODEL names: built-in, a TOML file, or a PyTorch model, which is captured, not run."""
     text = spec.strip()
-    if is_builtin(text):
-        # An FPGA has modules per convolution, so blocks are told apart.
-        return (
-            builtin_model(text, granularity="conv") if text.lower().startswith("resnet") else builtin_model(text)
-        )
-    if text.lower().endswith(".toml"):
-        return read_layer_table(text)
+    if is_builtin(text) or text.lower().endswith(".toml"):
+        return layers_for_fpgas(text)
     if _CALLABLE.fullmatch(text):
         from bapipe.torch.capturing import capture
         from bapipe.torch.measure.source import find_model

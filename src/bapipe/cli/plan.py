@@ -12,15 +12,13 @@ from click.core import ParameterSource
 
 from bapipe.cli.values import plain_number
 from bapipe.cluster import Cluster
-from bapipe.cluster_files import read_cluster, with_link_bandwidth, with_memory_limit
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import OPTIMIZER_COPIES, plan_timeline
 from bapipe.explore import STRATEGIES, Exploration, Request, explore, make_plan
-from bapipe.fpga.board import is_fpga_cluster
-from bapipe.models import load_profile
 from bapipe.plan import Plan, write_plan
+from bapipe.plan_inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
 from bapipe.profile import Profile
-from bapipe.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
+from bapipe.units import format_bytes, format_seconds
 
 __all__ = ["plan_command"]
 
@@ -33,6 +31,7 @@ __all__ = ["plan_command"]
 @click.option(
     "--schedule", help="1f1b-sno, 1f1b-so, 1f1b, gpipe, zb-h1, zb-h2, interleaved, 1f1b-as, fbp-as, data-parallel."
 )
+@click.option("--cap", type=int, metavar="K", help="Micro-batches live at the first stage, of schedule 1f1b.")
 @click.option("--stages", type=int, help="A straight pipeline of so many unreplicated stages.")
 @click.option("--strategy", default="exact", show_default=True, help=", ".join(STRATEGIES) + ".")
 @click.option("--space", type=click.Choice(["full", "paper"]), default="full", show_default=True,
@@ -68,9 +67,11 @@ def plan_command(model: str, **options: Any) -> None:
       bapipe plan bert-large --cluster cluster.toml --optimizer adam --out plan.json
       bapipe plan resnet50 --cluster 2xvcu129+2xvcu118 --minibatch 128 --dtype fp16
     """
-    cluster = _cluster(options)
-    if is_fpga_cluster(cluster) and not model.lower().endswith((".json", ".txt")):
-        from bapipe.cli.fpga import FPGA_DTYPE, plan_on_fpgas
+    cluster = cluster_with(
+        options["cluster"], memory_limit=options["memory_limit"], link_bandwidth=options["link_bandwidth"]
+    )
+    if goes_on_fpgas(model, cluster):
+        from bapipe.cli.fpga import plan_on_fpgas
 
         given = click.get_current_context().get_parameter_source("dtype") is ParameterSource.COMMANDLINE
         own = {**options, "dtype": options["dtype"] if given else FPGA_DTYPE}
@@ -78,7 +79,7 @@ def plan_command(model: str, **options: Any) -> None:
         return
     if options["assume"]:
         raise BaPipeError("--assume is for FPGA clusters and models without a profile; leave it out")
-    profile = _profile(model, cluster, options)
+    profile = profile_for(model, cluster, microbatch=options["microbatch"], dtype=options["dtype"])
     request = _request(options)
     if options["compare"]:
         if options["report"]:
@@ -100,31 +101,10 @@ def plan_command(model: str, **options: Any) -> None:
         _print(plan, found, options)
 
 
-def _cluster(options: dict[str, Any]) -> Cluster:
-    cluster = read_cluster(options["cluster"])
-    if options["memory_limit"]:
-        cluster = with_memory_limit(cluster, parse_bytes(options["memory_limit"], what="--memory-limit"))
-    if options["link_bandwidth"]:
-        bandwidth = parse_bandwidth(options["link_bandwidth"], what="--link-bandwidth")
-        if bandwidth <= 0:
-            raise BaPipeError(f"--link-bandwidth must be more than 0, got {options['link_bandwidth']}")
-        cluster = with_link_bandwidth(cluster, bandwidth)
-    return cluster
-
-
-def _profile(model: str, cluster: Cluster, options: dict[str, Any]) -> Profile:
-    sizes = {2**exponent for exponent in range(8)}
-    if options["microbatch"] and options["microbatch"] > 0:
-        sizes.add(options["microbatch"])
-    types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
-    return load_profile(model, types=types, dtype=options["dtype"], microbatches=sorted(sizes))
-
-
 def _request(options: dict[str, Any]) -> Request:
     if options["dataset_size"] is not None and options["dataset_size"] < 1:
         raise BaPipeError(f"--dataset-size must be at least 1, got {options['dataset_size']}; raise it")
-    names = ("minibatch", "microbatch", "schedule", "stages", "strategy", "space", "optimizer", "split_layers")
-    return Request(**{name: options[name] for name in names})
+    return Request(**{field.name: options[field.name] for field in dataclasses.fields(Request)})
 
 
 def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +172,7 @@ def _compare(profile: Profile, cluster: Cluster, request: Request, options: dict
     rows: list[dict[str, Any]] = []
     for strategy in STRATEGIES:
         try:
-            plan = make_plan(explore(profile, cluster, dataclasses.replace(request, strategy=strategy)))
+            plan = make_plan(explore(profile, cluster, _with_strategy(request, strategy)))
         except InfeasibleError as error:
             rows.append({"strategy": strategy, "time": None, "reason": str(error)})
             continue
@@ -217,6 +197,13 @@ def _compare(profile: Profile, cluster: Cluster, request: Request, options: dict
         click.echo(json.dumps(plain_number({"model": profile.model.name, "strategies": rows}), indent=1))
     else:
         _print_comparison(profile, rows)
+
+
+def _with_strategy(request: Request, strategy: str) -> Request:
+    """The same request of another strategy; one that fixes the schedule has no K to choose."""
+    if request.cap is not None and strategy in ("gpipe", "dp"):
+        request = dataclasses.replace(request, cap=None, schedule=None)
+    return dataclasses.replace(request, strategy=strategy)
 
 
 def _print_comparison(profile: Profile, rows: list[dict[str, Any]]) -> None:

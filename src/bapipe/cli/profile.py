@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import click
 from bapipe.cli.values import Counts, Numbers
 from bapipe.errors import BaPipeError
 from bapipe.files import dump_json, write_text
-from bapipe.profile import read_profile, write_profile
+from bapipe.profile import CostTable, read_profile, write_profile
 from bapipe.profile_merge import merge_profiles
 from bapipe.units import format_bytes, format_seconds, parse_bytes
 
@@ -47,6 +48,11 @@ __all__ = [
 )
 @click.option("--threads", type=int, help="Threads of a CPU.  [default: all]")
 @click.option("--calibrate", is_flag=True, help="Scale the layers to the whole step; the profile says so.")
+@click.option(
+    "--parts",
+    is_flag=True,
+    help="Also time each layer in two parts, for plans that divide it; takes twice as long.",
+)
 @click.option("--fresh", is_flag=True, help="Forget what was measured before.")
 @click.option("--details", type=click.Path(dir_okay=False), help="Write everything measured as JSON.")
 @click.option("--slice-of", type=int, help="Profile one of so many equal slices of the GPU, the others loaded.")
@@ -82,6 +88,7 @@ def profile_command(model: str | None, **options: Any) -> None:
     if options["details"]:
         write_text(options["details"], dump_json(found.measured))
     _print(found, options["out"])
+    gc.freeze()  # or the interpreter looks through all that torch and the capture made before it ends
     if not found.complete:
         click.echo("stopped early: the same command goes on from here", err=True)
         raise click.exceptions.Exit(130)
@@ -101,6 +108,7 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
         microbatches=tuple(sorted(set(options["microbatches"]))),
         iterations=options["iterations"],
         fresh=options["fresh"],
+        parts=options["parts"],
     )
     with _sliced(model, arguments, options) as slice_, _progress() as report:
         return profile_model(
@@ -172,7 +180,8 @@ def _print(found: Profiled, out: str | None) -> None:
     row = len(costs.microbatches) - 1
     title = f"{found.profile.model.name} on {name}, {found.profile.dtype}, micro-batch {costs.microbatches[row]}"
     table = Table(title=title, title_justify="left")
-    for header in ("layer", "parameters", "forward", "backward", "of it weights", "crosses", "stash"):
+    added = ("each part adds",) if costs.part_forward and costs.part_backward else ()
+    for header in ("layer", "parameters", "forward", "backward", "of it weights", "crosses", "stash", *added):
         table.add_column(header, justify="left" if header == "layer" else "right", overflow="fold")
     assert costs.weight_gradient is not None
     for index, layer in enumerate(found.profile.layers):
@@ -184,6 +193,7 @@ def _print(found: Profiled, out: str | None) -> None:
             format_seconds(costs.weight_gradient[row][index]),
             format_bytes(costs.boundary_forward[row][index]),
             format_bytes(costs.stash[row][index]),
+            *_part_cells(costs, row, index),
         )
     console.print(table)
     _print_agreement(found.measured)
@@ -193,6 +203,13 @@ def _print(found: Profiled, out: str | None) -> None:
         console.print(note)
     if out:
         console.print(f"wrote {out}", soft_wrap=True)
+
+
+def _part_cells(costs: CostTable, row: int, index: int) -> list[str]:
+    """Seconds that each of two parts takes beyond its share, where that is known."""
+    if costs.part_forward is None or costs.part_backward is None:
+        return []
+    return [format_seconds(costs.part_forward[row][index] + costs.part_backward[row][index])]
 
 
 def _print_agreement(measured: Measurement) -> None:

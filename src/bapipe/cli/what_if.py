@@ -8,15 +8,16 @@ from typing import Any
 
 import click
 
-from bapipe.cli.fpga import FPGA_DTYPE, read_cnn
+from bapipe.cli.fpga import read_cnn
 from bapipe.cli.values import plain_number
 from bapipe.cluster import Cluster
 from bapipe.cluster_files import read_cluster
 from bapipe.errors import BaPipeError
 from bapipe.explore import Request
 from bapipe.files import write_text
-from bapipe.fpga import is_fpga_cluster, parse_assumptions
-from bapipe.models import DEFAULT_DTYPE, load_profile
+from bapipe.fpga import parse_assumptions
+from bapipe.models import DEFAULT_DTYPE
+from bapipe.plan_inputs import FPGA_DTYPE, goes_on_fpgas, profile_for
 from bapipe.profile import Profile
 from bapipe.what_if import WhatIf, fpga_answers, gpu_answers, parse_sweep, sweep_cluster
 
@@ -49,7 +50,7 @@ def what_if_command(model: str, **options: Any) -> None:
     request = Request(
         minibatch=options["minibatch"], microbatch=options["microbatch"], schedule=options["schedule"]
     )
-    if is_fpga_cluster(cluster) and not model.lower().endswith((".json", ".txt")):
+    if goes_on_fpgas(model, cluster):
         answer = fpga_answers(
             read_cnn(model),
             request,
@@ -87,7 +88,5 @@ def _values(found: WhatIf) -> dict[str, Any]:
 
 
 def _profile(model: str, cluster: Cluster, options: dict[str, Any]) -> Profile:
-    sizes = {2**exponent for exponent in range(8)} | ({options["microbatch"]} if options["microbatch"] else set())
-    types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
     dtype = options["dtype"] if model.lower().endswith(".json") else options["dtype"] or DEFAULT_DTYPE
-    return load_profile(model, types=types, dtype=dtype, microbatches=sorted(sizes))
+    return profile_for(model, cluster, microbatch=options["microbatch"], dtype=dtype)

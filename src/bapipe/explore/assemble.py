@@ -58,7 +58,6 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     chain, cluster = best.candidate.chain, found.hardware.cluster
     stages = []
     for index, choice in enumerate(best.candidate.stages):
-        span = slice(choice.first, choice.last + 1)
         first, last = chain.units[choice.first], chain.units[choice.last]
         needed = stage_bytes(chain, choice.first, choice.last)
         stages.append(
@@ -76,7 +75,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 all_reduce=best.costs.all_reduce[index],
                 send_forward_bytes=float(chain.boundary_forward[choice.last]),
                 send_backward_bytes=_sent_back(best, index),
-                weight_bytes=float(chain.weight_bytes[span].sum()),
+                weight_bytes=needed.weights,
                 memory_bytes=best.memory[index],
                 memory_capacity=best.capacity[index],
                 peak_features=best.live[index],
@@ -173,6 +172,14 @@ def _notes(found: Exploration) -> tuple[str, ...]:
         notes.append(
             f"times are {chain.source}, not measured: profile the model on {types} for figures to rely on"
         )
+    ends = [chain.units[stage.last] for stage in found.best.candidate.stages]
+    if any(unit.stop < unit.of for unit in ends):
+        unknown = [name for name in chain.types if found.profile.table(name).part_forward is None]
+        if unknown:
+            notes.append(
+                "parts of divided layers are taken to cost their share, though they may take longer: profile "
+                f"{', '.join(unknown)} with --parts"
+            )
     if chain.interpolated:
         notes.append(f"micro-batch {chain.microbatch} is interpolated between profiled sizes")
     if found.request.space == "paper":

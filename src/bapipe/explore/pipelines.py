@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,15 +10,15 @@ from typing import Literal
 import numpy as np
 
 from bapipe.chain import Chain
-from bapipe.cluster import Cluster
+from bapipe.cluster import Cluster, Link
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
+from bapipe.explore.caps import declining_caps, least_caps, live_bytes
 from bapipe.partition.cuts import starts
 from bapipe.partition.exact import solve
-from bapipe.partition.exact_problem import Problem
+from bapipe.partition.exact_problem import Communication, Problem, Recompute, Solution
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.orders import SCHEDULES, capped, full_overlap_caps, interleaved
-from bapipe.stage_memory import stage_bytes
+from bapipe.schedule.orders import SCHEDULES, capped, interleaved
 
 __all__ = [
     "FAMILIES",
@@ -34,6 +34,10 @@ __all__ = [
 
 MOST_TYPES = 3
 """accelerator types that the exact partition orders freely; with more, the cluster's own order is kept"""
+_CLOSER_LOOKS = 3
+"""times that the exact partition is asked again with less memory where its answer turns out not to fit"""
+_KEPT_FORWARDS = 100_000
+"""stages · micro-batches up to which a schedule is kept for the next candidate of its shape"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +52,14 @@ class Family:
     recompute: Literal["never", "allowed", "always"] = "never"
     replicas: bool = False
     """whether stages may be replicated"""
+    cap: int | None = None
+    """K of the first stage, where it is asked for, of 1f1b: see `declining_caps`"""
 
     def inflight(self, behind: int, ranks: int, microbatches: int) -> int:
         """Micro-batches live at a stage with so many accelerators from it to the end, of so many in all."""
+        if self.cap is not None:
+            line = 1 - (1 - self.cap) * (behind - 1) // (ranks - 1) if ranks > 1 else self.cap
+            return max(1, min(line, microbatches))
         live = {
             "behind": behind,
             "twice": 2 * behind,
@@ -66,7 +75,8 @@ class Family:
 
     @property
     def label(self) -> str:
-        return self.schedule + (" with recomputation" if self.recompute == "always" else "")
+        cap = "" if self.cap is None else f" with K = {self.cap}"
+        return self.schedule + (" with recomputation" if self.recompute == "always" else cap)
 
 
 FAMILIES = {
@@ -83,10 +93,12 @@ FAMILIES = {
 }
 
 
-def families_for(cluster: Cluster, *, paper: bool, wanted: str | None = None) -> dict[str, Family]:
+def families_for(
+    cluster: Cluster, *, paper: bool, wanted: str | None = None, cap: int | None = None
+) -> dict[str, Family]:
     """The families that the cluster's execution allows: asynchronous ones only if every accelerator is.
 
-    `wanted` is the schedule that is asked for, if one is.
+    `wanted` is the schedule that is asked for, if one is, and `cap` 1f1b's K.
     """
     kinds = {cluster.type_of(index).execution for index in range(len(cluster))}
     if kinds == {"asynchronous"}:
@@ -96,7 +108,7 @@ def families_for(cluster: Cluster, *, paper: bool, wanted: str | None = None) ->
         return {name: FAMILIES[name].straight() for name in straight}
     # PipeDream trains another way, with stale weights: it is for comparison and must be asked for.
     return {
-        name: family
+        name: replace(family, cap=cap if name == "1f1b" else None)
         for name, family in FAMILIES.items()
         if not name.endswith("-as") and (name != "pipedream" or name == wanted)
     }
@@ -114,7 +126,10 @@ def optimal(
     unlimited: bool = False,
     fast_links: bool = True,
 ) -> list[StageChoice]:
-    """The optimal stages for a family of schedules (see `bapipe.partition.exact`); raises InfeasibleError."""
+    """The optimal stages for a family of schedules (see `bapipe.partition.exact`); raises InfeasibleError.
+
+    With `unlimited`, those without replicas if memory did not matter.
+    """
     cluster = hardware.cluster
     types = chain.types
     counts = [sum(item.type == name for item in cluster.accelerators) for name in types]
@@ -124,7 +139,12 @@ def optimal(
     total = len(cluster)
     link = cluster.within if fast_links or cluster.between is None else cluster.between
     width = total if replicas and family.replicas and num_stages is None else 1
-    capacity = [np.inf if unlimited else cluster.types[name].memory for name in types]
+    capacity = [cluster.types[name].memory for name in types]
+    if unlimited:
+        solution = _solve_unlimited(
+            chain, tuple(counts), order, link, microbatches, family.recompute, family.communication, num_stages
+        )
+        return _assign(cluster, types, solution)
     boundary = 2 * float(max(chain.boundary_forward.max(initial=0), chain.boundary_backward.max(initial=0)))
     problem = Problem.unlimited(
         forward=chain.forward,
@@ -150,18 +170,77 @@ def optimal(
         use_all=use_all and num_stages is None,
         count_communication=family.communication,
     )
-    solution = solve(problem)
-    return _assign(
-        cluster,
-        [
-            (stage.first_layer, stage.last_layer, types[stage.type], stage.replicas, stage.recompute)
-            for stage in solution.stages
-        ],
+    stages = first = _assign(cluster, types, solve(problem, explained=False))
+    for _ in range(_CLOSER_LOOKS):
+        lacking = _lacking(chain, stages, family, microbatches, hardware)
+        if not any(lacking.values()):
+            return stages
+        more = np.ceil([lacking.get(name, 0.0) for name in types]).astype(np.int64)
+        problem = replace(problem, overhead=problem.overhead + more)
+        try:
+            stages = _assign(cluster, types, solve(problem, explained=False))
+        except InfeasibleError:
+            break
+    return first
+
+
+def _lacking(
+    chain: Chain, stages: Sequence[StageChoice], family: Family, microbatches: int, hardware: Hardware
+) -> dict[str, float]:
+    """Bytes that some stage on each type of accelerator lacks.
+
+    The exact partition adds up layers, so it counts neither what a stage keeps of what it has sent, nor messages
+    under way, nor the least a layer needs beside the others' features; those depend on where stages end.
+    """
+    cluster = hardware.cluster
+    ranks = sum(len(stage.accelerators) for stage in stages)
+    behind, lacking = ranks, dict.fromkeys(chain.types, 0.0)
+    for stage in stages:
+        kind, count = cluster.accelerators[stage.accelerators[0]].type, len(stage.accelerators)
+        live = -(-family.inflight(behind, ranks, microbatches) // count)
+        behind -= count
+        each, room = live_bytes(chain, stage, hardware)
+        lacking[kind] = max(lacking[kind], live * each - room)
+    return lacking
+
+
+@functools.lru_cache(maxsize=8)
+def _solve_unlimited(
+    chain: Chain,
+    counts: tuple[int, ...],
+    order: tuple[int, ...] | None,
+    link: Link,
+    microbatches: int,
+    recompute: Recompute,
+    communication: Communication,
+    num_stages: int | None,
+) -> Solution:
+    """The optimum without replicas if memory did not matter: then families differ in little."""
+    return solve(
+        Problem.unlimited(
+            forward=chain.forward,
+            backward=chain.backward,
+            counts=counts,
+            order=order,
+            send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
+            send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
+            duplex_half=link.duplex == "half",
+            gradient_bytes=chain.weight_bytes,
+            microbatches=microbatches,
+            update=chain.update,
+            recompute=recompute,
+            num_stages=num_stages,
+            count_communication=communication,
+        )
     )
 
 
-def _assign(cluster: Cluster, stages: Sequence[tuple[int, int, str, int, bool]]) -> list[StageChoice]:
+def _assign(cluster: Cluster, types: Sequence[str], solution: Solution) -> list[StageChoice]:
     """Concrete accelerators: along a chain the run that matches; else the next free ones, nodes kept together."""
+    stages = [
+        (stage.first_layer, stage.last_layer, types[stage.type], stage.replicas, stage.recompute)
+        for stage in solution.stages
+    ]
     wanted = [kind for _, _, kind, count, _ in stages for _ in range(count)]
     kinds = [item.type for item in cluster.accelerators]
     if cluster.topology == "chain":
@@ -205,12 +284,17 @@ def build(
 ) -> Candidate:
     """The candidate that runs these stages under the family's schedule.
 
-    1f1b takes the least K with which no transfer delays it, less where memory does not allow so many.
+    1f1b takes the K that is asked for; else the least with which no transfer delays it, less where memory does not
+    allow so many.
     """
     counts = [len(stage.accelerators) for stage in stages]
     caps: list[int] | None = None
     if family.schedule == "1f1b":
-        caps = _least_caps(chain, stages, microbatches, hardware)
+        caps = (
+            least_caps(chain, stages, microbatches, hardware)
+            if family.cap is None
+            else declining_caps(family.cap, counts, microbatches)
+        )
     schedule = _schedule(family, counts, microbatches, caps)
     shape = f"{len(stages)} stages" if max(counts) == 1 else "stages " + "-".join(map(str, counts))
     again = sum(stage.recompute for stage in stages)
@@ -221,55 +305,25 @@ def build(
 
 
 def _schedule(family: Family, counts: list[int], microbatches: int, caps: list[int] | None) -> Schedule:
-    N, behind = len(counts), [sum(counts[stage:]) for stage in range(len(counts))]
+    behind = [sum(counts[stage:]) for stage in range(len(counts))]
     if caps is None and family.schedule in ("1f1b-sno", "1f1b-so", "1f1b-as", "gpipe"):
         caps = [family.inflight(ranks, sum(counts), microbatches) for ranks in behind]
-    if caps is None or family.schedule == "fbp-as":
-        return SCHEDULES[family.schedule](N, microbatches)
-    sending: Literal["cut-through", "after-compute"] = (
-        "cut-through" if family.schedule.endswith("-as") else "after-compute"
+    own = None if caps is None or family.schedule == "fbp-as" else tuple(caps)
+    few = len(counts) * microbatches <= _KEPT_FORWARDS
+    return (_make_schedule if few else _make_schedule.__wrapped__)(
+        family.schedule, tuple(counts), microbatches, own
     )
-    return capped(N, microbatches, caps, name=family.schedule, replicas=counts, sending=sending)
 
 
-def _least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, hardware: Hardware) -> list[int]:
-    cluster = hardware.cluster
-    forward, backward, most = [], [], []
-    for stage in stages:
-        span, count = slice(stage.first, stage.last + 1), len(stage.accelerators)
-        row = chain.row(cluster.accelerators[stage.accelerators[0]].type)
-        ahead = float(chain.forward[row, span].sum())
-        forward.append(ahead / count)
-        backward.append((float(chain.backward[row, span].sum()) + (ahead if stage.recompute else 0.0)) / count)
-        most.append(_most_live(chain, stage, hardware) * count)
-    links = [
-        cluster.link(one.accelerators[-1], other.accelerators[0]) for one, other in itertools.pairwise(stages)
-    ]
-    sends = [
-        [
-            float(sizes[stage.last]) / link.bandwidth + link.latency
-            for stage, link in zip(stages[:-1], links, strict=True)
-        ]
-        for sizes in (chain.boundary_forward, chain.boundary_backward)
-    ]
-    wanted = full_overlap_caps(forward, backward, *sends)
-    caps = []
-    for index, cap in enumerate(wanted):
-        behind = sum(len(stage.accelerators) for stage in stages[index:])
-        caps.append(max(min(max(cap, behind), most[index], microbatches), min(behind, microbatches), 1))
-    for index in range(len(caps) - 2, -1, -1):
-        caps[index] = max(caps[index], caps[index + 1])
-    return caps
-
-
-def _most_live(chain: Chain, stage: StageChoice, hardware: Hardware) -> int:
-    """Micro-batches that one replica of the stage has memory for, beside its weights."""
-    needed = stage_bytes(chain, stage.first, stage.last)
-    each = needed.kept if stage.recompute else needed.stash
-    room = min(hardware.cluster.type_of(index).memory for index in stage.accelerators)
-    room -= needed.weights * hardware.static_copies() + needed.buffers + needed.workspace
-    room -= needed.stash if stage.recompute else 0.0
-    return 2**30 if each <= 0 else max(0, int(room // each))
+@functools.lru_cache(maxsize=8)
+def _make_schedule(
+    name: str, counts: tuple[int, ...], microbatches: int, caps: tuple[int, ...] | None
+) -> Schedule:
+    """A family tries many cuts of one shape in a row; their schedule, and its lowering, is the same."""
+    if caps is None:
+        return SCHEDULES[name](len(counts), microbatches)
+    sending: Literal["cut-through", "after-compute"] = "cut-through" if name.endswith("-as") else "after-compute"
+    return capped(len(counts), microbatches, caps, name=name, replicas=counts, sending=sending)
 
 
 def interleaved_candidate(

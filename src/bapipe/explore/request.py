@@ -44,6 +44,9 @@ class Request:
     """samples of one update, all accelerators together"""
     microbatch: int | None = None
     schedule: str | None = None
+    cap: int | None = None
+    """K, the micro-batches live at the first stage; later ones hold fewer, as `declining_caps` has it. The
+    schedule is then 1f1b, which alone has a K to choose"""
     stages: int | None = None
     """a straight pipeline of so many unreplicated stages"""
     strategy: str = "exact"
@@ -66,7 +69,7 @@ class Request:
             )
         if self.optimizer not in OPTIMIZER_COPIES:
             raise BaPipeError(f"unknown optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZER_COPIES)}")
-        for name in ("minibatch", "microbatch", "stages"):
+        for name in ("minibatch", "microbatch", "cap", "stages"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BaPipeError(f"--{name} must be at least 1, got {value}; raise it")
@@ -77,6 +80,24 @@ class Request:
             )
         if self.schedule == "data-parallel" and self.stages not in (None, 1):
             raise BaPipeError(f"data parallelism has one stage, --stages says {self.stages}; drop one of them")
+        if self.cap is not None:
+            self._check_cap()
+            object.__setattr__(self, "schedule", "1f1b")
+
+    def _check_cap(self) -> None:
+        if self.schedule not in (None, "1f1b"):
+            raise BaPipeError(
+                f"--cap belongs to the schedule 1f1b; {self.schedule} sets its own K per stage; drop one of them"
+            )
+        if self.strategy in ("gpipe", "dp"):
+            raise BaPipeError(
+                f"--cap belongs to the schedule 1f1b, strategy {self.strategy} has its own; drop one of them"
+            )
+        if self.space == "paper":
+            raise BaPipeError(
+                "--cap belongs to the schedule 1f1b; the paper's space has 1f1b-sno and 1f1b-so, with K of N and "
+                "2N; leave --space paper or --cap out"
+            )
 
 
 def profiled_range(profile: Profile, cluster: Cluster) -> tuple[int, int, list[int]]:

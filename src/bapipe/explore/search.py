@@ -16,6 +16,7 @@ from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate
 from bapipe.explore.data_parallel import Estimate, analytic_rivals, at_minibatch, data_parallel_candidate
+from bapipe.explore.divided import refined, split_stages, splits_everywhere
 from bapipe.explore.pipelines import (
     Family,
     build,
@@ -31,6 +32,7 @@ from bapipe.partition.inter_layer import ideal_time
 from bapipe.partition.intra_layer import refine
 from bapipe.partition.steps import Step
 from bapipe.profile import Profile
+from bapipe.stage_memory import stage_bytes
 from bapipe.units import format_bytes
 
 __all__ = ["BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound"]
@@ -144,7 +146,9 @@ def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:
 
 def _promising(chains: list[Chain], hardware: Hardware, request: Request, minibatch: int) -> list[int]:
     """Of a large problem's micro-batch sizes the one that a straight pipeline or data parallelism likes best."""
-    family = list(families_for(hardware.cluster, paper=False).values())[1]
+    families = families_for(hardware.cluster, paper=False, cap=request.cap)
+    capped = families.get("1f1b") if request.cap is not None else None
+    family = capped or list(families.values())[1]
     times: dict[int, float] = {}
     for chain in chains:
         microbatches = minibatch // chain.microbatch
@@ -157,15 +161,15 @@ def _promising(chains: list[Chain], hardware: Hardware, request: Request, miniba
     return sorted(times, key=lambda size: (times[size], size))[:1]
 
 
-def _perfect(chain: Chain, cluster: Cluster, minibatch: int) -> float:
-    """No plan with this micro-batch size is faster: perfect split, no communication."""
-    return minibatch / chain.microbatch * _ideal(chain, cluster)
+def _perfect(chain: Chain, cluster: Cluster, minibatch: int, depth: int | None = None) -> float:
+    """No plan with this micro-batch size (and so many accelerators) is faster: perfect split, no communication."""
+    return minibatch / chain.microbatch * _ideal(chain, cluster, depth)
 
 
-def _ideal(chain: Chain, cluster: Cluster) -> float:
-    """T of equation (1): seconds per micro-batch if the network could be split perfectly."""
+def _ideal(chain: Chain, cluster: Cluster, fastest: int | None = None) -> float:
+    """T of equation (1): seconds per micro-batch if the network could be split perfectly (over the fastest)."""
     whole = chain.work.sum(axis=1)
-    return ideal_time([float(whole[chain.row(item.type)]) for item in cluster.accelerators])
+    return ideal_time(sorted(float(whole[chain.row(item.type)]) for item in cluster.accelerators)[:fastest])
 
 
 def _rank(evaluation: Evaluation) -> tuple[float, float]:
@@ -226,9 +230,25 @@ def _candidates(
                 yield "data-parallel" if plain else "data-parallel, accumulated", whole
     if request.strategy == "dp" or request.schedule == "data-parallel":
         return
+    yield from _pipelines(chain, hardware, request, minibatch, found)
+    if request.stages is not None or not splits_everywhere(chain, hardware, request):
+        return
+    # Divided layers make other depths worth while than whole ones, and the exact search has one depth to offer.
+    for depth in range(min(count, len(chain)), 0, -1):
+        if found.best is not None and found.best.time <= _perfect(chain, cluster, minibatch, depth):
+            break
+        yield from _pipelines(chain, hardware, replace(request, stages=depth), minibatch, found)
+
+
+def _pipelines(
+    chain: Chain, hardware: Hardware, request: Request, minibatch: int, found: _Found
+) -> Iterator[tuple[str, Candidate]]:
+    """The pipelines of one micro-batch size, of the depth that is asked for or of any."""
+    cluster, count = hardware.cluster, len(hardware.cluster)
+    paper = request.space == "paper"
     microbatches = minibatch // chain.microbatch
     wanted = "gpipe" if request.strategy == "gpipe" else request.schedule
-    known = families_for(cluster, paper=paper, wanted=wanted)
+    known = families_for(cluster, paper=paper, wanted=wanted, cap=request.cap)
     families = {name: family for name, family in known.items() if wanted in (None, family.schedule)}
     if not families and wanted != "interleaved":
         raise BaPipeError(
@@ -276,7 +296,7 @@ def _straight(stages: Sequence[StageChoice]) -> bool:
 def _optimal(
     chain: Chain, hardware: Hardware, family: Family, microbatches: int, request: Request
 ) -> Iterator[tuple[Chain, list[StageChoice]]]:
-    """The exact optimum: straight, with replicas, and with boundary layers split, each once."""
+    """The exact optimum: straight, with replicas, and with layers divided, at a given depth where any may be."""
     paper = request.space == "paper"
     count = len(hardware.cluster)
     depth = request.stages or (count if paper else None)
@@ -305,27 +325,14 @@ def _optimal(
                     fast_links=fast,
                 )
             yield chain, stages
-            if request.split_layers and not wide:
-                yield from _split(chain, stages, hardware, family, microbatches, fast)
-
-
-def _split(
-    chain: Chain,
-    stages: list[StageChoice],
-    hardware: Hardware,
-    family: Family,
-    microbatches: int,
-    fast: bool,
-) -> Iterator[tuple[Chain, list[StageChoice]]]:
-    """The optimum with the layers next to the cuts divided into slices."""
-    cuts = [stage.last for stage in stages[:-1]]
-    beside = sorted({chain.units[unit].layer for cut in cuts for unit in (cut, cut + 1)})
-    finer = refine(chain, beside)
-    if len(finer) > len(chain):
-        try:
-            yield finer, optimal(finer, hardware, family, microbatches, num_stages=len(stages), fast_links=fast)
-        except InfeasibleError:
-            return
+            if not request.split_layers or wide:
+                continue
+            if not splits_everywhere(chain, hardware, request):
+                cuts = [stage.last for stage in stages[:-1]]
+                beside = sorted({chain.units[unit].layer for cut in cuts for unit in (cut, cut + 1)})
+                yield from split_stages(refine(chain, beside), stages, hardware, family, microbatches, fast)
+            elif depth is not None:
+                yield from split_stages(refined(chain), stages, hardware, family, microbatches, fast)
 
 
 def _interleaved(
@@ -366,7 +373,7 @@ def _nothing_fits(found: _Found, hardware: Hardware) -> InfeasibleError:
     if chain.microbatch > 1:
         helps.append("a smaller --microbatch (profile smaller sizes if they are missing)")
     if hardware.optimizer != "sgd":
-        saved = float(chain.weight_bytes[choice.first : choice.last + 1].sum()) * (hardware.static_copies() - 2)
+        saved = stage_bytes(chain, choice.first, choice.last).weights * (hardware.static_copies() - 2)
         helps.append(f"--optimizer sgd (saves {format_bytes(saved)} there)")
     if len(closest.candidate.stages) < len(chain):
         helps.append("more accelerators")

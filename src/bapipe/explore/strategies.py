@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from bapipe.chain import Chain
+from bapipe.cluster import Cluster, Link
 from bapipe.evaluate import Candidate, Hardware, StageChoice
 from bapipe.explore.pipelines import Family, build, require_layers, straight_stages
 from bapipe.explore.request import Request
 from bapipe.partition import rivals
-from bapipe.partition.bapipe import balanced_partition
-from bapipe.partition.cuts import Cuts, starts
+from bapipe.partition.bapipe import Balanced, balanced_partition
+from bapipe.partition.cuts import Cuts
 from bapipe.stage_memory import stage_bytes
 
 __all__ = ["PIPEDREAM_LAYERS", "THOROUGH", "fixed_partitions", "paper_candidate"]
@@ -20,6 +22,8 @@ THOROUGH = 5_000
 """layers · accelerators up to which the exact search also tries what the rivals would choose"""
 PIPEDREAM_LAYERS = 64
 """layers up to which PipeDream's own dynamic programme is run beside the exact search"""
+_stage_bytes = functools.lru_cache(maxsize=16_384)(stage_bytes)
+"""the families of one chain ask for the same stages"""
 
 
 def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
@@ -30,14 +34,15 @@ def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
     return depth
 
 
-def _transfer_of(hardware: Hardware) -> Callable[[Chain], Callable[[int], float]]:
-    """chain -> (cut -> seconds its link is busy per micro-batch), on the slowest link between neighbours."""
-    cluster = hardware.cluster
-    link = (
-        cluster.within
-        if cluster.between is None
-        else min(cluster.within, cluster.between, key=lambda item: item.bandwidth)
-    )
+def _slowest(cluster: Cluster) -> Link:
+    """The slowest link between neighbours."""
+    if cluster.between is None:
+        return cluster.within
+    return min(cluster.within, cluster.between, key=lambda item: item.bandwidth)
+
+
+def _transfer_of(link: Link) -> Callable[[Chain], Callable[[int], float]]:
+    """chain -> (cut -> seconds the link is busy per micro-batch)."""
 
     def of(chain: Chain) -> Callable[[int], float]:
         def seconds(cut: int) -> float:
@@ -56,7 +61,7 @@ def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list
     row = chain.row(cluster.accelerators[0].type)
     makers: dict[str, Callable[[], Sequence[int]]] = {
         "uniform": lambda: rivals.uniform(len(chain), depth),
-        "parameters": lambda: rivals.by_parameter_spread(chain.weight_bytes.tolist(), depth),
+        "parameters": lambda: _by_parameter_spread(tuple(chain.weight_bytes.tolist()), depth),
         "time": lambda: rivals.by_time(chain.work[row].tolist(), depth),
     }
     thorough = request.strategy == "exact" and len(chain) * len(cluster) <= THOROUGH
@@ -69,6 +74,12 @@ def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list
         for stages in _pipedream(chain, hardware, request, depth):
             found[stages] = None
     return list(found)
+
+
+@functools.lru_cache(maxsize=8)
+def _by_parameter_spread(weights: tuple[float, ...], depth: int) -> Cuts:
+    """The same for every micro-batch size, and O(layers² · depth)."""
+    return rivals.by_parameter_spread(weights, depth)
 
 
 def _stages(firsts: Sequence[int], replicas: Sequence[int], units: int) -> tuple[StageChoice, ...]:
@@ -110,28 +121,56 @@ def paper_candidate(
     cluster = hardware.cluster
     depth = _depth(chain, hardware, request)
     members = range(depth)
-    rows = [chain.row(cluster.accelerators[index].type) for index in members]
-    capacity = [cluster.type_of(index).memory for index in members]
-
-    def memory_of(own: Chain) -> Callable[[Cuts], list[float]]:
-        def needs(cuts: Cuts) -> list[float]:
-            needed = []
-            for index, (first, last) in enumerate(zip(starts(cuts), cuts, strict=True)):
-                live = family.inflight(depth - index, depth, microbatches)
-                own_bytes = stage_bytes(own, first, last)
-                static = own_bytes.weights * hardware.static_copies() + own_bytes.buffers
-                needed.append(static + live * own_bytes.stash + own_bytes.workspace)
-            return needed
-
-        return needs
-
-    balanced = balanced_partition(
+    balanced = _balanced(
         chain,
-        rows,
-        transfer_of=_transfer_of(hardware),
-        memory_of=memory_of,
-        capacity=capacity,
+        rows=tuple(chain.row(cluster.accelerators[index].type) for index in members),
+        capacity=tuple(cluster.type_of(index).memory for index in members),
+        live=tuple(family.inflight(depth - index, depth, microbatches) for index in members),
+        copies=hardware.static_copies(),
+        link=_slowest(cluster),
         split_layers=request.strategy == "bapipe" or request.split_layers,
     )
     stages = straight_stages(balanced.cuts, members)
     return replace(build(balanced.chain, stages, family, microbatches, hardware), steps=balanced.steps)
+
+
+@functools.lru_cache(maxsize=8)
+def _balanced(
+    chain: Chain,
+    *,
+    rows: tuple[int, ...],
+    capacity: tuple[float, ...],
+    live: tuple[int, ...],
+    copies: int,
+    link: Link,
+    split_layers: bool,
+) -> Balanced:
+    """The partition, which families with as many live micro-batches share."""
+
+    def memory_of(own: Chain) -> Callable[[Cuts], list[float]]:
+        known: dict[tuple[int, int, int], float] = {}
+
+        def needs(cuts: Cuts) -> list[float]:
+            needed, first = [], 0
+            for index, last in enumerate(cuts):
+                # Cuts move one at a time, so all stages but two are known.
+                key = (index, first, last)
+                held = known.get(key)
+                if held is None:
+                    own_bytes = _stage_bytes(own, first, last)
+                    static = own_bytes.weights * copies + own_bytes.buffers
+                    held = known[key] = static + live[index] * own_bytes.stash + own_bytes.workspace
+                needed.append(held)
+                first = last + 1
+            return needed
+
+        return needs
+
+    return balanced_partition(
+        chain,
+        rows,
+        transfer_of=_transfer_of(link),
+        memory_of=memory_of,
+        capacity=capacity,
+        split_layers=split_layers,
+    )

@@ -60,15 +60,15 @@ def _board(outcome: Outcome, index: int, names: Sequence[str]) -> BoardDeploymen
         ratio=load.ratio,
         interval=interval,
         binds=_binds(outcome, index, names),
-        dsp_forward=sum(item.dsp for item in modules if item.module == "FP"),
-        dsp_error=sum(item.dsp for item in modules if item.module == "EB"),
-        dsp_gradient=sum(item.dsp for item in modules if item.module == "WG"),
+        dsp_forward=float(sum(item.dsp for item in modules if item.module == "FP")),
+        dsp_error=float(sum(item.dsp for item in modules if item.module == "EB")),
+        dsp_gradient=float(sum(item.dsp for item in modules if item.module == "WG")),
         dsp_installed=board.dsp,
         efficiency=macs / (board.rate * interval),
         ram_weights=float(placed.weights_on),
         ram_gradients=float(placed.gradients_on),
         ram_features=float(placed.features_on),
-        ram_hosted=hosted,
+        ram_hosted=float(hosted),
         ram_buffers=float(load.demand.buffers) + state_on,
         ram_usable=board.ram,
         ddr_used=float(placed.weights_off + placed.gradients_off + placed.features_off + placed.state_off),
@@ -131,7 +131,7 @@ def _placed(outcome: Outcome, index: int, held: Sequence[Held], names: Sequence[
         where = "on-chip" if load.board.ddr <= 0 else "ddr"
         for name, size in weights:
             if size:
-                yield Placed(layer=name, what="state", where=where, bytes=copies * size)
+                yield Placed(layer=name, what="state", where=where, bytes=float(copies * size))
 
 
 def _poured(what: str, sizes: Sequence[tuple[str, float]], rooms: Sequence[tuple[str, float]]) -> Iterable[Placed]:
@@ -144,9 +144,9 @@ def _poured(what: str, sizes: Sequence[tuple[str, float]], rooms: Sequence[tuple
             if amount > 1e-6:
                 left[where] = room - amount
                 rest -= amount
-                yield Placed(layer=name, what=what, where=where, bytes=amount)  # type: ignore[arg-type]
+                yield Placed(layer=name, what=what, where=where, bytes=float(amount))  # type: ignore[arg-type]
         if rest > 1e-3:
-            yield Placed(layer=name, what=what, where="ddr", bytes=rest)  # type: ignore[arg-type]
+            yield Placed(layer=name, what=what, where="ddr", bytes=float(rest))  # type: ignore[arg-type]
 
 
 def _fifos(held: Sequence[Held], element: int) -> Iterable[Fifo]:
@@ -159,7 +159,7 @@ def _fifos(held: Sequence[Held], element: int) -> Iterable[Fifo]:
             ("errors", min(layer.kernel + 1, layer.height), layer.height, layer.output),
         ):
             size = rows * elements / height * element
-            yield Fifo(layer=layer.name, stream=stream, rows=rows, bytes=size)  # type: ignore[arg-type]
+            yield Fifo(layer=layer.name, stream=stream, rows=rows, bytes=float(size))  # type: ignore[arg-type]
 
 
 def _links(outcome: Outcome, index: int, names: Sequence[str], interval: float) -> Iterable[LinkUse]:
@@ -174,7 +174,7 @@ def _links(outcome: Outcome, index: int, names: Sequence[str], interval: float) 
                 yield LinkUse(
                     to=names[other],
                     stream=what,  # type: ignore[arg-type]
-                    image_bytes=amount,
+                    image_bytes=float(amount),
                     rate=amount / interval,
                     bandwidth=bandwidth,
                 )

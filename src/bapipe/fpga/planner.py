@@ -160,6 +160,11 @@ def _refuse(request: Request) -> None:
         raise BaPipeError(
             f"strategy {request.strategy} is not for FPGA clusters; known here: {', '.join(FPGA_STRATEGIES)}"
         )
+    if request.cap is not None:
+        raise BaPipeError(
+            f"--cap belongs to the schedule 1f1b, which does not suit FPGAs; {', '.join(FPGA_SCHEDULES)} set "
+            "their own K per stage; leave it out"
+        )
     if request.schedule not in (None, *FPGA_SCHEDULES):
         raise BaPipeError(
             f"schedule {request.schedule} does not suit FPGAs; known here: {', '.join(FPGA_SCHEDULES)} "

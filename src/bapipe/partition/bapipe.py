@@ -42,7 +42,7 @@ def balanced_partition(
 ) -> Balanced:
     """Section "Balanced Partition": inter-layer, then coarse-grained or intra-layer, then memory fine-tuning."""
     prefix = prefix_work(chain)
-    ideal = ideal_time([float(prefix[row, -1]) for row in rows])
+    ideal = ideal_time([prefix[row][-1] for row in rows])
     cuts = inter_layer(chain, rows)
     longest = max(stage_times(prefix, rows, cuts))
     steps = [

@@ -58,7 +58,12 @@ NUMBA_FROM = 200_000
 
 
 def solve(
-    problem: Problem, *, minimise: Minimise = "time", engine: Engine = "auto", max_states: int = MAX_STATES
+    problem: Problem,
+    *,
+    minimise: Minimise = "time",
+    engine: Engine = "auto",
+    max_states: int = MAX_STATES,
+    explained: bool = True,
 ) -> Solution:
     """Return the plan of least T, or of least steady term B and then least Φ, and whether that is proved.
 
@@ -69,14 +74,15 @@ def solve(
     accelerators of each type, the rest of the search is left out; `exact` is then False if that may matter, and
     `lower_bound` tells how much at most.
 
-    Raises InfeasibleError, with the bytes short if memory is the cause, if no plan keeps the rules.
+    Raises InfeasibleError if no plan keeps the rules; `explained`, with the bytes short if memory is the cause,
+    which takes as long as several searches.
     """
     if minimise not in ("time", "bottleneck"):
         raise BaPipeError(f"minimise must be time or bottleneck, got {minimise!r}; choose one")
     tables = prepare(problem, backend=Backend(compiled=_wants_numba(problem, engine)))
     outcome = (least_time if minimise == "time" else least_steady)(tables, max_states=max_states)
     if outcome.best is None and outcome.proved:
-        raise InfeasibleError(explain(problem, tables))
+        raise InfeasibleError(explain(problem, tables) if explained else "no plan keeps the rules; loosen them")
     if outcome.best is None:
         return _in_blocks(problem, minimise=minimise, engine=engine, max_states=max_states)
     return _solution(problem, tables, outcome)

@@ -25,6 +25,8 @@ __all__ = [
     "Memory",
     "Net",
     "limit_times",
+    "may_hold",
+    "narrow",
     "reach_memory",
     "windows",
 ]
@@ -239,6 +241,67 @@ def windows(width: int, net: Any, memory: Any, limits: Any, area: Any) -> int:
     return total if alive else 0
 
 
+def may_hold(
+    width: int,
+    steady: float,
+    update: float,
+    costs: Any,
+    memory: Any,
+    limits: Any,
+    net: Any,
+    area: Any,
+    finer: bool,
+    fine: Any,
+    fine_area: Any,
+) -> bool:
+    """Whether there may be a plan with B ≤ steady and Ω ≤ update by the net and, if any, the finer one."""
+    limit_times(width, steady, update, costs, limits)
+    if windows(width, net, memory, limits, area) == 0:
+        return False
+    return not finer or windows(width, fine, memory, limits, fine_area) > 0
+
+
+def narrow(
+    width: int,
+    on_steady: bool,
+    most: float,
+    costs: Any,
+    memory: Any,
+    limits: Any,
+    net: Any,
+    area: Any,
+    finer: bool,
+    fine: Any,
+    fine_area: Any,
+) -> tuple[float, float]:
+    """Return (a, b) such that no plan has a B (else an Ω) under a and one may have b, b − a ≤ 10⁻⁶ b.
+
+    Twice inf if not even `most` may be had. Cost: about 20 times `may_hold`.
+    """
+    low = 0.0
+    high = most
+    first = True
+    middle = most
+    while first or high - low > 1e-6 * high:
+        steady = middle if on_steady else np.inf
+        update = np.inf if on_steady else middle
+        allowed = may_hold(width, steady, update, costs, memory, limits, net, area, finer, fine, fine_area)
+        if first:
+            if not allowed:
+                return np.inf, np.inf
+            steady = 0.0 if on_steady else np.inf
+            update = np.inf if on_steady else 0.0
+            if may_hold(width, steady, update, costs, memory, limits, net, area, finer, fine, fine_area):
+                return 0.0, 0.0
+            first = False
+        elif allowed:
+            high = middle
+        else:
+            low = middle
+        middle = low + (high - low) / 2
+    return low, high
+
+
 class Backend:
     """How kernels run and on what: compiled on numpy arrays, or as they stand, on lists where they loop."""
 
@@ -268,4 +331,11 @@ class Backend:
 @functools.cache
 def _compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
     numba = importlib.import_module("numba")
+    for helper in (limit_times, windows, may_hold):
+        _callable_from_kernels(helper)
     return numba.njit(cache=True)(kernel)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _callable_from_kernels(helper: Callable[..., Any]) -> None:
+    importlib.import_module("numba.extending").register_jitable(helper)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.partition.exact_dual import ROUNDING, raise_bound
-from bapipe.partition.exact_tables import Found, Tables, bound, exact, feasible
+from bapipe.partition.exact_tables import Found, Tables, bound, bracket, exact
 
 __all__ = ["MAX_TABLE", "Outcome", "least_steady", "least_time"]
 
@@ -126,8 +125,8 @@ def least_time(tables: Tables, *, max_states: int) -> Outcome:
     Where a part of the search needs more than max_states in all, or MAX_TABLE at once, it is left out and its
     bound returned as the lower bound.
     """
-    steady_low, steady_first = _bracket(lambda b: feasible(tables, steady=b, update=math.inf), tables.most_steady)
-    update_low, _ = _bracket(lambda b: feasible(tables, steady=math.inf, update=b), tables.most_update)
+    steady_low, steady_first = bracket(tables, of="steady")
+    update_low, _ = bracket(tables, of="update")
     first = _first_plan(tables, steady_first, max_states=max_states)
     best, states = first.found, first.states
     if best is None:
@@ -174,7 +173,7 @@ def least_time(tables: Tables, *, max_states: int) -> Outcome:
 
 def least_steady(tables: Tables, *, max_states: int) -> Outcome:
     """Return the plan of least B and, among those, of least Φ. Cost: as a rule 20 to 60 times `raise_bound`."""
-    low, high = _bracket(lambda b: feasible(tables, steady=b, update=math.inf), tables.most_steady)
+    low, high = bracket(tables, of="steady")
     least = _first_plan(tables, high, max_states=max_states)
     best, states, proved = least.found, least.states, least.resolved
     if best is None:
@@ -259,16 +258,3 @@ def _least_fill(
         found = better
     fill = limit if better is None else min(limit, better.fill)
     return _Least(found=found, fill=fill, resolved=True, charges=charges, states=states + visited)
-
-
-def _bracket(allowed: Callable[[float], bool], most: float) -> tuple[float, float]:
-    """Return (a, b) such that nothing under a is allowed and b is, b − a ≤ 10⁻⁶ b; twice inf if `most` is not."""
-    if not allowed(most):
-        return math.inf, math.inf
-    if allowed(0.0):
-        return 0.0, 0.0
-    low, high = 0.0, most
-    while high - low > 1e-6 * high:
-        middle = low + (high - low) / 2
-        low, high = (low, middle) if allowed(middle) else (middle, high)
-    return low, high

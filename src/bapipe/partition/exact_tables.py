@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from bapipe.partition.exact_kernels import (
     Memory,
     Net,
     limit_times,
+    narrow,
     reach_memory,
     windows,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "Tables",
     "Windows",
     "bound",
+    "bracket",
     "choices",
     "exact",
     "feasible",
@@ -235,6 +237,23 @@ def bound(tables: Tables, *, steady: float, update: float) -> Windows:
     backend.call(limit_times, width, steady, update, tables.costs, limits)
     area, states = _area(tables, tables.coarse, limits)
     return Windows(steady=steady, update=update, limits=limits, coarse=area, states=states)
+
+
+def bracket(tables: Tables, *, of: Literal["steady", "update"]) -> tuple[float, float]:
+    """Return (a, b) such that no plan has a B (or Ω) under a and `feasible` allows b, b − a ≤ 10⁻⁶ b.
+
+    Twice inf if there is no plan at all. Cost: about 20 times `feasible`.
+    """
+    backend, width = tables.backend, tables.width
+    keys = len(tables.costs.row) * width
+    limits = Limits(*(backend.positions(size) for size in (keys, keys, width, width, width)))
+    finer = tables.fine is not None
+    nets = tables.coarse, tables.coarse if tables.fine is None else tables.fine.net
+    area, fine_area = (Area(*(backend.full(len(net.source), 0) for _ in range(3))) for net in nets)
+    most = tables.most_steady if of == "steady" else tables.most_update
+    known = (tables.costs, tables.memory, limits)
+    low, high = backend.call(narrow, width, of == "steady", most, *known, nets[0], area, finer, nets[1], fine_area)
+    return float(low), float(high)
 
 
 def feasible(tables: Tables, *, steady: float, update: float) -> bool:

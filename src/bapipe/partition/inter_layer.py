@@ -30,7 +30,7 @@ def inter_layer(chain: Chain, rows: Sequence[int], allowed: Sequence[bool] | Non
             f"{count} stages need at least {count - 1} places to cut, got {len(places)}; lower --stages"
         )
     prefix = prefix_work(chain)
-    target = ideal_time([float(prefix[row, -1]) for row in rows])
+    target = ideal_time([prefix[row][-1] for row in rows])
     cuts: list[int] = []
     first = 0
     for index, row in enumerate(rows[:-1]):
@@ -38,7 +38,7 @@ def inter_layer(chain: Chain, rows: Sequence[int], allowed: Sequence[bool] | Non
         candidates = [place for place in places if place >= first][: len(places)]
         later = count - 2 - index
         candidates = candidates[: len(candidates) - later] if later else candidates
-        ends = np.array([prefix[row, place + 1] - prefix[row, first] for place in candidates])
+        ends = np.array([prefix[row][place + 1] - prefix[row][first] for place in candidates])
         cuts.append(candidates[int(np.argmin(np.abs(ends - target)))])
         first = cuts[-1] + 1
     cuts.append(units - 1)

@@ -22,15 +22,18 @@ def fit_memory(
     partitions with no more shortage, the longest stage.
     """
 
+    def lacking(trial: Cuts) -> list[float]:
+        return [need - have if need > have else 0.0 for need, have in zip(memory(trial), capacity, strict=True)]
+
     def shortage(trial: Cuts) -> float:
-        return sum(max(0.0, need - have) for need, have in zip(memory(trial), capacity, strict=True))
+        return sum(lacking(trial))
 
     if shortage(cuts) == 0:
         return cuts, 0.0
 
     def score(trial: Cuts) -> tuple[float, ...]:
-        lacking = [max(0.0, need - have) for need, have in zip(memory(trial), capacity, strict=True)]
-        return (sum(lacking), *sorted(lacking, reverse=True), *sorted(times(trial), reverse=True))
+        each = lacking(trial)
+        return (sum(each), *sorted(each, reverse=True), *sorted(times(trial), reverse=True))
 
-    tuned = hill_climb(cuts, score, allowed)
+    tuned = hill_climb(cuts, score, allowed, first=shortage)
     return tuned, shortage(tuned)

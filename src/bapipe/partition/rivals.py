@@ -97,14 +97,19 @@ def by_parameter_spread(weights: Sequence[float], stages: int) -> Cuts:
     for stage in range(1, stages + 1):
         following = [nothing] * (layers + 1)
         for stop in range(stage, layers + 1):
-            best = nothing
+            total, best, chosen = sums[stop], nothing, -1
+            spread = best[0]
             for start in range(stage - 1, stop):
-                _, largest, smallest, cuts = row[start]
-                size = sums[stop] - sums[start]
-                largest, smallest = max(largest, size), min(smallest, size)
-                if largest - smallest <= best[0]:
-                    best = (largest - smallest, largest, smallest, (*cuts, start))
-            following[stop] = best
+                _, largest, smallest, _ = row[start]
+                size = total - sums[start]
+                if size > largest:
+                    largest = size
+                if size < smallest:
+                    smallest = size
+                if largest - smallest <= spread:
+                    spread, chosen = largest - smallest, start
+                    best = (spread, largest, smallest, ())
+            following[stop] = (*best[:3], (*row[chosen][3], chosen)) if chosen >= 0 else nothing
         row = following
     return row[layers][3][1:]
 
@@ -195,9 +200,14 @@ def pipedream(
             if m == 1 or not straight:
                 choice = (stage_time(0, stop, m), 0, m)
             for start in range(1, stop):
+                earlier = best[start]
                 for count in range(1, 2 if straight else m):
-                    before = best[start][m - count][0]
+                    before = earlier[m - count][0]
+                    if before >= choice[0]:
+                        continue
                     crossing = 2 * transfer[start - 1] / (count if released else 1)
+                    if crossing >= choice[0]:
+                        continue
                     time = max(before, crossing, stage_time(start, stop, count))
                     if time < choice[0]:
                         choice = (time, start, count)

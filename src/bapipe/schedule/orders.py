@@ -300,6 +300,9 @@ def data_parallel(replicas: int, accumulation: int = 1) -> Schedule:
 def with_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> Schedule:
     """Insert R before every B (or I) of the given stages (default: all): features are computed twice."""
     chosen = set(range(schedule.num_stages) if stages is None else stages)
+    known: tuple[set[int], Schedule] | None = vars(schedule).get("_recomputing")
+    if known is not None and known[0] == chosen:
+        return known[1]
     lanes = []
     for lane in schedule.lanes:
         starts = np.isin(lane.kinds, (Kind.B, Kind.I)) & np.isin(lane.stages, sorted(chosen))
@@ -313,11 +316,19 @@ def with_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> S
                 lane.name,
             )
         )
-    return _replace(schedule, lanes=tuple(lanes))
+    made = _replace(schedule, lanes=tuple(lanes))
+    vars(schedule)["_recomputing"] = (chosen, made)
+    return made
 
 
 def with_update(schedule: Schedule) -> Schedule:
-    """Append each stage's all-reduce A (on a lane of its own, where there are replicas) and update U."""
+    """Append each stage's all-reduce A (on a lane of its own, where there are replicas) and update U.
+
+    The schedule remembers what comes of it, because a schedule is often timed under many costs.
+    """
+    known: Schedule | None = vars(schedule).get("_updating")
+    if known is not None:
+        return known
     lanes = list(schedule.lanes)
     for rank in range(schedule.num_ranks):
         own = schedule.stages_of(rank)
@@ -335,7 +346,9 @@ def with_update(schedule: Schedule) -> Schedule:
             np.concatenate([lane.microbatches, np.full(count, -1, dtype=np.int64)]),
             lane.name,
         )
-    return _replace(schedule, lanes=tuple(lanes))
+    made = _replace(schedule, lanes=tuple(lanes))
+    vars(schedule)["_updating"] = made
+    return made
 
 
 def _replace(schedule: Schedule, **changes: object) -> Schedule:

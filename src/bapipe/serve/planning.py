@@ -8,18 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bapipe.cluster import Cluster
-from bapipe.cluster_files import read_cluster, with_link_bandwidth, with_memory_limit
 from bapipe.cluster_writer import cluster_toml
-from bapipe.decode import decode
 from bapipe.errors import BaPipeError
 from bapipe.explore import Exploration, explore, make_plan
 from bapipe.files import content_hash, dump_json
-from bapipe.fpga import explore_fpga, is_fpga_cluster, make_fpga_plan
-from bapipe.layer_table import read_layer_table
-from bapipe.model import Model
-from bapipe.models import DEFAULT_DTYPE, load_profile
+from bapipe.fpga import explore_fpga, make_fpga_plan
+from bapipe.models import DEFAULT_DTYPE
 from bapipe.partition.steps import Step
 from bapipe.plan import Plan
+from bapipe.plan_inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, layers_for_fpgas, profile_for
 from bapipe.profile import Profile
 from bapipe.report.elements import counted
 from bapipe.report.html import make_subject, render_report, timelines_of
@@ -28,14 +25,12 @@ from bapipe.report.plan_table import answer as answer_words
 from bapipe.report.plan_table import stage_layers
 from bapipe.report.sections import Subject, sections_html
 from bapipe.serve.question import MOST_ACCELERATORS, Question, command_line, query_values
-from bapipe.tables import builtin_model, is_builtin
-from bapipe.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
+from bapipe.units import format_bytes, format_seconds
 
 __all__ = ["MOST_ACTIONS", "Found", "answer_parts", "draft_question", "plan_question"]
 
 MOST_ACTIONS = 200_000
 """actions from which on a timeline is not sent to a page"""
-_FPGA_DTYPE = "fp16"
 _NAMES = 160
 """characters of a name from a file that a page is told"""
 
@@ -53,9 +48,9 @@ class Found:
 def plan_question(question: Question) -> Found:
     """Plan it. The files that it names are read from the current folder."""
     cluster = _cluster(question)
-    if _on_fpgas(question, cluster):
-        dtype = question.dtype or _FPGA_DTYPE
-        found = explore_fpga(_layers(question.model), cluster, question.request, dtype=dtype)
+    if goes_on_fpgas(question.model, cluster):
+        dtype = question.dtype or FPGA_DTYPE
+        found = explore_fpga(layers_for_fpgas(question.model), cluster, question.request, dtype=dtype)
         return Found(plan=make_fpga_plan(found), steps=found.steps)
     best = explore(_profile(question, cluster), cluster, question.request)
     return Found(plan=make_plan(best), profile=best.profile, steps=best.steps)
@@ -68,7 +63,7 @@ def draft_question(question: Question) -> Found | None:
     """
     cluster, request = _cluster(question), question.request
     forced = request.strategy != "exact" or request.schedule is not None or request.space == "paper"
-    if forced or _on_fpgas(question, cluster):
+    if forced or goes_on_fpgas(question.model, cluster):
         return None
     profile = _profile(question, cluster)
     found: list[Exploration] = []
@@ -86,37 +81,25 @@ def draft_question(question: Question) -> Found | None:
     return Found(plan=make_plan(best), profile=best.profile, steps=best.steps)
 
 
-def _on_fpgas(question: Question, cluster: Cluster) -> bool:
-    return is_fpga_cluster(cluster) and not question.model.lower().endswith((".json", ".txt"))
-
-
 def _cluster(question: Question) -> Cluster:
-    cluster = read_cluster(question.cluster)
+    cluster = cluster_with(
+        question.cluster,
+        memory_limit=question.memory_limit,
+        link_bandwidth=question.link_bandwidth,
+        names=("memory_limit", "link_bandwidth"),
+    )
     if len(cluster) > MOST_ACCELERATORS:
         raise BaPipeError(
             f"a page plans at most {MOST_ACCELERATORS} accelerators, the cluster has {len(cluster)}; take fewer, "
             "or use `bapipe plan`"
         )
-    if question.memory_limit:
-        cluster = with_memory_limit(cluster, parse_bytes(question.memory_limit, what="memory_limit"))
-    if question.link_bandwidth:
-        cluster = with_link_bandwidth(cluster, parse_bandwidth(question.link_bandwidth, what="link_bandwidth"))
     return cluster
 
 
-def _layers(model: str) -> Model:
-    """The layer table for FPGAs, which have modules per convolution, so that blocks are told apart."""
-    if not is_builtin(model):
-        return read_layer_table(model)
-    return builtin_model(model, granularity="conv") if model.lower().startswith("resnet") else builtin_model(model)
-
-
 def _profile(question: Question, cluster: Cluster) -> Profile:
-    sizes = {2**exponent for exponent in range(8)} | ({question.microbatch} if question.microbatch else set())
-    types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
     computed = not question.model.lower().endswith((".json", ".txt"))
     dtype = question.dtype or (DEFAULT_DTYPE if computed else None)
-    return load_profile(question.model, types=types, dtype=dtype, microbatches=sorted(sizes))
+    return profile_for(question.model, cluster, microbatch=question.microbatch, dtype=dtype)
 
 
 def answer_parts(question: Question, *, draft: bool = False) -> dict[str, str]:
@@ -146,7 +129,7 @@ def _answer(question: Question, subject: Subject, command: str, *, draft: bool) 
     return {
         "question": query_values(question),
         "draft": draft,
-        "hash": _hash(plan),
+        "hash": content_hash(plan),
         "command": command,
         "words": answer_words(plan).removeprefix(f"{plan.model.name}: "),
         "sections": sections_html(subject),
@@ -165,11 +148,6 @@ def _answer(question: Question, subject: Subject, command: str, *, draft: bool) 
             for stage in plan.stages
         ],
     }
-
-
-def _hash(plan: Plan) -> str:
-    """Of plan.json as it is read: a whole number that stands in a field of fractions is a fraction there."""
-    return content_hash(decode(Plan, json.loads(dump_json(plan)), where="the plan"))
 
 
 def _where(names: tuple[str, ...]) -> str:

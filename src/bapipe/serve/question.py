@@ -30,7 +30,12 @@ MOST_MICROBATCHES = 4096
 LARGEST_MINIBATCH = 65_536
 LONGEST_TEXT = 200
 """limits so that one question cannot occupy the machine; `bapipe plan` has none of them"""
-_COUNTS = {"minibatch": LARGEST_MINIBATCH, "microbatch": LARGEST_MINIBATCH, "stages": MOST_ACCELERATORS}
+_COUNTS = {
+    "minibatch": LARGEST_MINIBATCH,
+    "microbatch": LARGEST_MINIBATCH,
+    "cap": LARGEST_MINIBATCH,
+    "stages": MOST_ACCELERATORS,
+}
 _TRUE, _FALSE = ("1", "true"), ("", "0", "false")
 
 
@@ -45,6 +50,8 @@ class Question:
     minibatch: int | None = None
     microbatch: int | None = None
     schedule: str | None = None
+    cap: int | None = None
+    """K, the micro-batches live at the first stage of a 1f1b schedule"""
     stages: int | None = None
     strategy: str = "exact"
     space: str = "full"
@@ -63,8 +70,7 @@ class Question:
     @property
     def request(self) -> Request:
         """What is asked of the planner; raises BaPipeError where it is none that could be asked."""
-        names = ("minibatch", "microbatch", "schedule", "stages", "strategy", "space", "optimizer", "split_layers")
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Request)}
         return Request(**values)
 
 
@@ -176,6 +182,7 @@ def command_line(question: Question, *, dtype: str | None = None) -> str:
         "--minibatch": question.minibatch,
         "--microbatch": question.microbatch,
         "--schedule": question.schedule,
+        "--cap": question.cap,
         "--stages": question.stages,
         "--strategy": None if question.strategy == "exact" else question.strategy,
         "--space": None if question.space == "full" else question.space,

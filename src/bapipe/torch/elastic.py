@@ -14,7 +14,7 @@ from bapipe.explore import Request, explore, make_plan
 from bapipe.plan import Plan, read_plan, write_plan
 from bapipe.profile import Profile, read_profile
 from bapipe.torch.checkpoint_folder import latest
-from bapipe.torch.launch import attempt, check_run, print_line, worker_arguments
+from bapipe.torch.launch import attempt, check_gpus, check_run, print_line, worker_arguments
 from bapipe.torch.saving import Saving
 from bapipe.units import format_seconds
 
@@ -32,6 +32,7 @@ def launch_elastic(plan_path: str | Path, *, profile: str | Path, saving: Saving
     check_run(plan_path, **{name: options[name] for name in ("steps", "timeout", "tensorboard")})
     plan, costs, path = read_plan(plan_path), read_profile(profile), Path(plan_path)
     _check_profile(plan, costs)
+    check_gpus(plan, options.get("device"))
     saving.check(comparing=bool(options.get("check")))
     code_folder = ["--code", str(path.resolve().parent)]
     while True:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bapipe.errors import BaPipeError
-from bapipe.plan import read_plan
+from bapipe.plan import Plan, read_plan
 from bapipe.schedule.actions import Schedule
 from bapipe.torch.failure import Failure, explain
 from bapipe.torch.saving import Saving
-from bapipe.torch.support import runnable_schedule, threads_per_rank
+from bapipe.torch.support import describe_need, missing_gpus, ranks_on_gpus, runnable_schedule, threads_per_rank
 
-__all__ = ["attempt", "check_run", "launch", "print_line", "start_script", "worker_arguments"]
+__all__ = ["attempt", "check_gpus", "check_run", "launch", "print_line", "start_script", "worker_arguments"]
 
 _MARK = "\x1f"
 """torchrun puts this before what a rank writes on standard error, to tell it from what torchrun itself writes"""
@@ -36,6 +36,29 @@ def check_run(plan_path: str | Path, *, steps: int, timeout: float, tensorboard:
     if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise BaPipeError("--tensorboard needs tensorboard, which is not installed; pip install tensorboard")
     return schedule
+
+
+def check_gpus(plan: Plan, device: str | None) -> None:
+    """Refuse a run that needs a GPU on a machine where torch has none.
+
+    Torch is asked in a process of its own, which takes a few seconds, and only where a GPU is needed. Where it
+    does not answer, the ranks are left to complain.
+    """
+    if not ranks_on_gpus(plan, device):
+        return
+    question = (
+        "import torch; built, there = torch.backends.cuda.is_built(), torch.cuda.is_available(); "
+        "print(torch.__version__, int(built), int(there))"
+    )
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", question], capture_output=True, text=True, timeout=60, check=True
+        )
+        version, built, there = answer.stdout.split()[-3:]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return
+    if there != "1":
+        raise missing_gpus(describe_need(plan, device), version, built=built == "1")
 
 
 def worker_arguments(
@@ -101,6 +124,7 @@ def launch(
                 "a pipedream run keeps several versions of its weights, which are not saved; leave "
                 "--checkpoint out"
             )
+    check_gpus(read_plan(plan_path), device)
     arguments = worker_arguments(
         plan_path,
         steps=steps,

@@ -10,7 +10,15 @@ from bapipe.schedule.actions import Kind, Lane, Schedule
 from bapipe.schedule.check import require_valid
 from bapipe.schedule.orders import capped
 
-__all__ = ["compute_lane", "microbatch_sizes", "runnable_schedule", "threads_per_rank"]
+__all__ = [
+    "compute_lane",
+    "describe_need",
+    "microbatch_sizes",
+    "missing_gpus",
+    "ranks_on_gpus",
+    "runnable_schedule",
+    "threads_per_rank",
+]
 
 
 def runnable_schedule(plan: Plan, *, flushes: bool | None = None) -> Schedule:
@@ -122,6 +130,30 @@ def microbatch_sizes(plan: Plan) -> tuple[int, ...]:
 def compute_lane(schedule: Schedule, rank: int) -> Lane:
     """The lane of a rank that computes; it may have another for the all-reduce."""
     return next(lane for lane in schedule.lanes if lane.rank == rank and lane.name != "all-reduce")
+
+
+def ranks_on_gpus(plan: Plan, device: str | None) -> list[int]:
+    """The ranks that will ask torch for a GPU: all or none by the `device` that is given, else as planned."""
+    if device is not None:
+        return list(range(len(plan.ranks))) if device.startswith("cuda") else []
+    kinds = {item.name: plan.cluster.types[item.type].kind for item in plan.cluster.accelerators}
+    return [rank for rank, name in enumerate(plan.ranks) if kinds[name] == "gpu"]
+
+
+def describe_need(plan: Plan, device: str | None) -> str:
+    """Why a run needs a GPU, to begin a complaint with."""
+    if device is not None:
+        return f"--device {device} needs a GPU"
+    types = {item.name: item.type for item in plan.cluster.accelerators}
+    ranks = ranks_on_gpus(plan, device)
+    names = ", ".join(dict.fromkeys(types[plan.ranks[rank]][:40] for rank in ranks[:4]))
+    return f"the plan has {len(ranks)} of {len(plan.ranks)} ranks on GPUs ({names})"
+
+
+def missing_gpus(need: str, version: str, *, built: bool) -> BaPipeError:
+    """That torch has no GPU to offer; `built` says whether it could use one."""
+    found = "sees none" if built else "is built without CUDA"
+    return BaPipeError(f"{need}, but torch {version} here {found}; give --device cpu, or run it where GPUs are")
 
 
 def threads_per_rank(ranks: int) -> int:

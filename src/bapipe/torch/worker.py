@@ -26,7 +26,7 @@ from bapipe.torch.leaving import print_failure
 from bapipe.torch.pipedream_train import train_pipedream
 from bapipe.torch.saving import Saving
 from bapipe.torch.status import Progress, progress_file
-from bapipe.torch.support import runnable_schedule, threads_per_rank
+from bapipe.torch.support import describe_need, missing_gpus, ranks_on_gpus, runnable_schedule, threads_per_rank
 from bapipe.torch.train import Settings, train
 from bapipe.torch.transport import TRANSPORTS
 from bapipe.torch.watch import Watch
@@ -102,6 +102,9 @@ def run_worker(options: argparse.Namespace, progress: Progress | None) -> None:
     schedule = runnable_schedule(plan)
     if options.steps < 1:
         raise BaPipeError(f"a run needs at least 1 step, got {options.steps}; raise --steps")
+    if len(ranks_on_gpus(plan, options.device)) == len(plan.ranks) and not torch.cuda.is_available():
+        need = describe_need(plan, options.device)
+        raise missing_gpus(need, torch.__version__, built=torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
     rank = join(plan, options.timeout)
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", len(plan.ranks)))))
     settings = Settings(

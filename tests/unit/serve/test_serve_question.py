@@ -36,6 +36,8 @@ def test_texts_and_numbers_mean_the_same() -> None:
         ({**BASE, "minibatch": 8192, "microbatch": 1}, "a page plans at most 4096 micro-batches, got 8192; raise"),
         ({**BASE, "minibatch": 10, "microbatch": 4}, "a mini-batch of 10 is no multiple of a micro-batch of 4"),
         ({**BASE, "schedule": "1f1b-s"}, "unknown schedule '1f1b-s'"),
+        ({**BASE, "cap": 65_537}, "cap must be from 1 to 65536, got 65537"),
+        ({**BASE, "cap": 4, "schedule": "zb-h1"}, "--cap belongs to the schedule 1f1b; zb-h1 sets its own K"),
         ({**BASE, "strategy": "best"}, "unknown strategy 'best'"),
         ({**BASE, "space": "papers"}, "unknown space 'papers'; known: full, paper"),
         ({**BASE, "dtype": "fp31"}, r"unknown dtype 'fp31' \(did you mean"),
@@ -62,15 +64,22 @@ QUESTIONS = st.builds(
     cluster=st.sampled_from(["4xv100", "2xa100+2xv100", "my cluster.toml"]),
     minibatch=st.sampled_from([None, 64, 65_536]),
     microbatch=st.sampled_from([None, 16, 64]),
-    schedule=st.sampled_from([None, "1f1b", "zb-h1"]),
+    schedule=st.sampled_from([None, "1f1b"]),
+    cap=st.sampled_from([None, 1, 12]),
     stages=st.sampled_from([None, 1, 512]),
     strategy=st.sampled_from(["exact", "bapipe"]),
-    space=st.sampled_from(["full", "paper"]),
+    space=st.just("full"),
     optimizer=st.sampled_from(["sgd", "adam"]),
     dtype=st.sampled_from([None, "fp16"]),
     memory_limit=st.sampled_from([None, "12 GB"]),
     link_bandwidth=st.sampled_from([None, "1.6GB/s"]),
     split_layers=st.booleans(),
+) | st.builds(
+    Question,
+    model=st.just("vgg16"),
+    cluster=st.just("4xv100"),
+    schedule=st.sampled_from([None, "zb-h1", "1f1b-so"]),
+    space=st.sampled_from(["full", "paper"]),
 )
 
 
@@ -93,7 +102,7 @@ def test_the_command_says_all_of_it(question: Question) -> None:
     context = click.Context(plan_command)
     plan_command.parse_args(context, words[2:])
     said = context.params
-    for name in ("model", "cluster", "minibatch", "microbatch", "schedule", "stages", "strategy", "space"):
+    for name in ("model", "cluster", "minibatch", "microbatch", "schedule", "cap", "stages", "strategy", "space"):
         assert said[name] == getattr(question, name)
     for name in ("optimizer", "memory_limit", "link_bandwidth", "split_layers"):
         assert said[name] == getattr(question, name)

@@ -13,10 +13,12 @@ from bapipe.torch.measure.statistics import pooled
 
 __all__ = [
     "Agreement",
+    "PartRows",
     "Parts",
     "SizeTimes",
     "agreement",
     "layer_times",
+    "part_costs",
     "parts",
     "run_ahead",
     "spread",
@@ -31,6 +33,23 @@ class SizeTimes:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight_gradient: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRows:
+    """What either part of each layer costs beyond its share at one micro-batch size, 0 where it has no parts."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    stash: tuple[float, ...]
+
+    def times(self, time: float, size: float) -> PartRows:
+        """Times by one factor, bytes by the other."""
+        return PartRows(
+            forward=tuple(value * time for value in self.forward),
+            backward=tuple(value * time for value in self.backward),
+            stash=tuple(value * size for value in self.stash),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +137,40 @@ def layer_times(measured: Measurement, microbatch: int, *, in_step: bool = True)
     return SizeTimes(forward=tuple(forward), backward=tuple(backward), weight_gradient=tuple(gradient))
 
 
+def part_costs(measured: Measurement, microbatch: int) -> PartRows | None:
+    """Half of what a layer's two parts take and keep beyond the layer itself, at least 0; None: not all are timed.
+
+    Of a GPU a part's time is the device's or, where that is longer, the host's to issue it alone, and so is the
+    layer's that it is held against: an issue-bound layer's parts are issued faster within a step.
+    """
+    forward, backward, stash = [], [], []
+    for index, layer in enumerate(measured.layers):
+        if layer.split is None:
+            forward.append(0.0)
+            backward.append(0.0)
+            stash.append(0.0)
+            continue
+        found = measured.part_rounds(microbatch, index)
+        if not found:
+            return None
+        alone = measured.rounds(microbatch, index) if (index, index) in measured.units else []
+        ahead = [item.forward for item in alone] or [item.whole_forward for item in found if item.whole_forward]
+        back = [item.backward for item in alone] or [item.whole_backward for item in found if item.whole_backward]
+        if not ahead or not back:
+            return None
+        halves = [[item.forward[part] for item in found] for part in (0, 1)]
+        forward.append(_beyond(halves, ahead, measured.empty_forward))
+        halves = [[item.backward[part] for item in found] for part in (0, 1)]
+        backward.append(_beyond(halves, back, measured.empty_backward))
+        stash.append(max(0.0, next((item.stash for item in found if item.stash is not None), 0.0)) / 2)
+    return PartRows(forward=tuple(forward), backward=tuple(backward), stash=tuple(stash))
+
+
+def _beyond(parts: Sequence[Sequence[Reading]], whole: Sequence[Reading], empty: Reading | None) -> float:
+    *own, layer = (max(host, device or 0.0) for host, device in (_net(item, empty) for item in (*parts, whole)))
+    return max(0.0, (sum(own) - layer) / 2)
+
+
 _Unit = tuple[float, float | None]
 """(host, device) seconds"""
 
@@ -202,6 +255,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
             f"nothing of {measured.model} is measured completely{lost}; profile smaller micro-batches or go on"
         )
     rows = {size: layer_times(measured, size) for size in sizes}
+    divided = _part_rows(measured, sizes)
     notes = []
     for size in sizes:
         found = agreement(measured, size)
@@ -210,6 +264,8 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         notes.append(f"{size}: {found.residual:+.1%}")
         if calibrate and found.layers > 0:
             rows[size] = _scaled(rows[size], found.eager / found.layers)
+            if divided:
+                divided[size] = divided[size].times(found.eager / found.layers, 1.0)
     memory = [measured.memory_at(size) for size in sizes]
     table = CostTable(
         source="measured",
@@ -224,6 +280,9 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         update=_updates(measured),
         workspace=tuple(max(item.workspace) for item in memory),
         layer_workspace=tuple(item.workspace for item in memory),
+        part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
+        part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
+        part_stash=tuple(divided[size].stash for size in sizes) if divided else None,
         not_fitting=measured.not_fitting,
     )
     layers = tuple(
@@ -243,6 +302,26 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         accelerators={accelerator: table},
         input_bytes=measured.input_bytes,
     )
+
+
+def _parts_at(measured: Measurement, sizes: Sequence[int]) -> dict[int, PartRows]:
+    """What parts cost at the sizes where all of them are timed."""
+    if not measured.parts:
+        return {}
+    found = {size: part_costs(measured, size) for size in sizes}
+    return {size: rows for size, rows in found.items() if rows is not None}
+
+
+def _part_rows(measured: Measurement, sizes: Sequence[int]) -> dict[int, PartRows]:
+    """What parts cost at every size; where they are not timed in proportion to the nearest size that has them."""
+    known = _parts_at(measured, sizes)
+    if not known:
+        return {}
+    rows = {}
+    for size in sizes:
+        near = min(known, key=lambda other: (abs(other - size), other))
+        rows[size] = known[near].times(size / near, size / near)
+    return rows
 
 
 def _scaled(times: SizeTimes, factor: float) -> SizeTimes:
@@ -278,4 +357,8 @@ def _description(measured: Measurement, sizes: Sequence[int], notes: Sequence[st
             "sum of layers against the whole step"
         )  # fmt: skip
         parts.append(f"{what} {', '.join(notes)}")
+    timed = _parts_at(measured, sizes)
+    if timed:
+        rest = "" if len(timed) == len(sizes) else ", at other sizes in proportion to the nearest"
+        parts.append(f"layers in two parts timed at {_listed(list(timed))}{rest}")
     return "; ".join((*parts, *measured.notes))

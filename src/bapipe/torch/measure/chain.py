@@ -33,6 +33,8 @@ class Piece:
     """inputs of the model that it takes besides, as indices of the flattened (args, kwargs)"""
     overwrites: bool
     """whether it writes over what it receives, which must then not be a leaf"""
+    state: tuple[Tensor, ...] = ()
+    """parameters and buffers"""
 
 
 class Chain(Protocol):
@@ -50,8 +52,8 @@ class Chain(Protocol):
     def inputs(self, size: int) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """Leaves of the example with so many samples, on the device; and how to call the module with them."""
 
-    def piece(self, first: int, last: int) -> Piece:
-        """Layers `first` to `last`, included."""
+    def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> Piece:
+        """Layers `first` to `last`, included; or channels start to stop of one layer that can be divided."""
 
     def state(self) -> list[Tensor]:
         """Parameters and buffers, each once."""
@@ -117,8 +119,9 @@ class CapturedChain:
 
         return [on_device(leaf, self.device, self.dtype) for leaf in leaves], call
 
-    def piece(self, first: int, last: int) -> Piece:
-        stage = self.captured.stage(first, last, device=self.device).to(self.device)
+    def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> Piece:
+        parts = None if part is None else {first: part}
+        stage = self.captured.stage(first, last, parts=parts, device=self.device).to(self.device)
         spec = stage.stage_spec
         return Piece(
             first=first,
@@ -128,6 +131,7 @@ class CapturedChain:
             receives=tuple(value.requires_grad for value in spec.received),
             roots=tuple(root.index for root in spec.roots),
             overwrites=False,
+            state=tuple(_state(stage)),
         )
 
     def state(self) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bapipe.files import read_versioned
@@ -15,6 +15,7 @@ __all__ = [
     "Environment",
     "MeasuredLayer",
     "Measurement",
+    "PartTiming",
     "Reading",
     "SizeMemory",
     "UnitTiming",
@@ -81,6 +82,24 @@ class UnitTiming:
     """with gradients added to those that are there, as from the second micro-batch on"""
     input_gradient: Reading | None
     """autograd.grad of the received values alone; None: not taken apart, or nothing received has a gradient"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTiming:
+    """A layer in two parts, as two stages that divide it run it, at one size in one round."""
+
+    layer: int
+    microbatch: int
+    round: int
+    forward: tuple[Reading, Reading]
+    """of the first half of its channels, and of the second with the join of both"""
+    backward: tuple[Reading, Reading]
+    whole_forward: Reading | None = None
+    """of the layer itself; None: it is a unit of its own, whose timings say so"""
+    whole_backward: Reading | None = None
+    stash: float | None = None
+    """bytes that both parts keep beyond the whole layer and one more copy of its input, negative where they keep
+    less; None: told by another round"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +176,9 @@ class Measurement:
     memory: tuple[SizeMemory, ...] = ()
     whole: tuple[WholeStep, ...] = ()
     update: tuple[UpdateTiming, ...] = ()
+    parts: tuple[PartTiming, ...] = ()
+    parts_not_fitting: tuple[int, ...] = ()
+    """sizes at which the parts of a layer ran out of memory"""
     not_fitting: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
@@ -173,6 +195,26 @@ class Measurement:
     def rounds(self, microbatch: int, first: int) -> list[UnitTiming]:
         """The timings of the unit that starts at that layer."""
         return [item for item in self.timings if item.microbatch == microbatch and item.first == first]
+
+    def part_rounds(self, microbatch: int, layer: int | None = None) -> list[PartTiming]:
+        """The timings of the layer's parts, or of all layers'."""
+        return [item for item in self.parts if item.microbatch == microbatch and layer in (None, item.layer)]
+
+    def with_parts(self, timing: PartTiming) -> Measurement:
+        """The same with this timing, in place of one of the same layer, size and round."""
+
+        def key(item: PartTiming) -> tuple[int, int, int]:
+            return item.layer, item.microbatch, item.round
+
+        return replace(self, parts=(*(item for item in self.parts if key(item) != key(timing)), timing))
+
+    def without_parts(self, microbatch: int) -> Measurement:
+        """The same with the note that parts do not fit at that size."""
+        return replace(
+            self,
+            parts=tuple(item for item in self.parts if item.microbatch != microbatch),
+            parts_not_fitting=tuple(sorted({*self.parts_not_fitting, microbatch})),
+        )
 
     def step(self, microbatch: int, *, eager: bool = True) -> Summary | None:
         """The whole step at that size, the middle one of all; None where it was not measured or did not fit."""

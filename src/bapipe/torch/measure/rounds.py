@@ -19,6 +19,7 @@ from bapipe.torch.measure.grouping import find_units
 from bapipe.torch.measure.issue import empty_issue
 from bapipe.torch.measure.layers import PieceTimes, Walk, empty_piece, inputs_of, time_piece, walk
 from bapipe.torch.measure.memory import is_out_of_memory, weigh
+from bapipe.torch.measure.parts import divisible, parts_to_time, time_parts
 from bapipe.torch.measure.record import Measurement, Reading, UnitTiming, UpdateTiming
 from bapipe.torch.measure.settings import ROUNDS, Settings
 from bapipe.torch.measure.statistics import Stopping, summarise
@@ -77,6 +78,7 @@ class _State:
             not_fitting=tuple(sorted({*self.measured.not_fitting, size})),
             timings=tuple(item for item in self.measured.timings if item.microbatch != size),
             memory=tuple(item for item in self.measured.memory if item.microbatch != size),
+            parts=tuple(item for item in self.measured.parts if item.microbatch != size),
         )
 
 
@@ -97,8 +99,7 @@ def measure(chain: Chain, empty: Measurement, settings: Settings, *, report: Rep
     try:
         if not state.measured.units:
             _group(chain, state, clock)
-        units = state.measured.units
-        state.total = ROUNDS * sum(settings.microbatches) * (len(units) + 2) + 1.0
+        state.total = ROUNDS * sum(settings.microbatches) * _things(state) + 1.0
         for round_ in range(ROUNDS):
             if settings.iterations == 1 and round_:
                 break
@@ -114,6 +115,11 @@ def measure(chain: Chain, empty: Measurement, settings: Settings, *, report: Rep
         gc.unfreeze()
         state.save()
     return state.measured, complete
+
+
+def _things(state: _State) -> int:
+    """What there is to measure at each size: units, layers in parts, memory and the whole step."""
+    return len(state.measured.units) + (len(divisible(state.measured)) if state.settings.parts else 0) + 2
 
 
 def _warmup(chain: Chain) -> int:
@@ -209,7 +215,7 @@ def _measure_size(chain: Chain, state: _State, clock: CudaClock | HostClock, siz
     """All units, memory and the whole step at one size, in random order."""
     weight = float(size)
     measured = state.measured
-    share = weight * (len(measured.units) + 2)
+    share = weight * _things(state)
     if measured.not_fitting and size >= min(measured.not_fitting):
         state.drop(size)
         state.advance(f"{size}: does not fit", share)
@@ -222,10 +228,11 @@ def _measure_size(chain: Chain, state: _State, clock: CudaClock | HostClock, siz
             item.round == round_ and item.forward.host.count >= least for item in measured.rounds(size, unit[0])
         )
     ]
+    parts = parts_to_time(measured, size, round_, least=least) if state.settings.parts else []
     weighed = any(item.microbatch == size for item in measured.memory)
     stepped = not state.settings.whole or _steps_left(state, size, round_) == 0
-    state.done += share - weight * (len(todo) + (not weighed) + (not stepped))
-    if not todo and weighed and stepped:
+    state.done += share - weight * (len(todo) + len(parts) + (not weighed) + (not stepped))
+    if not todo and not parts and weighed and stepped:
         return
     sized = chain.at(size)
     if sized is not chain:
@@ -234,7 +241,8 @@ def _measure_size(chain: Chain, state: _State, clock: CudaClock | HostClock, siz
     if not stepped and todo and not _is_long(state, size):
         _measure_whole(sized, state, size, round_)
     try:
-        _time_units(sized, state, clock, size, round_, todo, whole=not stepped and _is_long(state, size))
+        order: list[tuple[int, int] | int] = [*todo, *parts]
+        _time_units(sized, state, clock, size, round_, order, whole=not stepped and _is_long(state, size))
         if not weighed:
             memory = weigh(sized, _layers(sized, state), size)
             state.measured = replace(state.measured, memory=(*state.measured.memory, memory))
@@ -263,19 +271,23 @@ def _time_units(
     clock: CudaClock | HostClock,
     size: int,
     round_: int,
-    units: Sequence[tuple[int, int]],
+    units: Sequence[tuple[int, int] | int],
     *,
     whole: bool,
 ) -> None:
-    """Each unit in random order; `whole`: and the whole step halfway through."""
+    """Each unit, and each layer in parts, in random order; `whole`: and the whole step halfway through."""
     if not units:
         return
     values = _walk(chain, state, size)
     order = list(units)
     random.Random(f"{state.settings.seed}/{round_}/{size}").shuffle(order)
-    for count, (first, last) in enumerate(order):
+    for count, unit in enumerate(order):
         if whole and count == len(order) // 2:
             _measure_whole(chain, state, size, round_)
+        if isinstance(unit, int):
+            _time_parts(chain, state, clock, values, size, round_, unit)
+            continue
+        first, last = unit
         piece = _piece(chain, state, first, last)
         before = state.measured.rounds(size, first)
         long = any(item.backward.host.median > _LONG for item in before)
@@ -305,6 +317,39 @@ def _time_units(
         ]
         state.measured = replace(state.measured, timings=(*others, timing))
         state.advance(f"{size}: {chain.layers[first].name}", float(size))
+
+
+def _time_parts(
+    chain: Chain, state: _State, clock: CudaClock | HostClock, values: Walk, size: int, round_: int, layer: int
+) -> None:
+    """The layer in two parts; where these do not fit, no layer is tried so at that size or a larger one."""
+    measured = state.measured
+    if measured.parts_not_fitting and size >= min(measured.parts_not_fitting):
+        state.advance(f"{size}: parts do not fit", float(size))
+        return
+    before = measured.part_rounds(size, layer)
+    long = any(item.backward[1].host.median > _LONG for item in before)
+    try:
+        timing = time_parts(
+            chain,
+            layer,
+            values,
+            size=size,
+            round_=round_,
+            clock=clock,
+            stopping=state.settings.stopping(round_),
+            warmup=0 if long else _warmup(chain),
+            whole=(layer, layer) not in measured.units,
+            weigh=all(item.stash is None for item in before if item.round != round_),
+        )
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        state.measured = measured.without_parts(size)
+        _free(chain)
+    else:
+        state.measured = measured.with_parts(timing)
+    state.advance(f"{size}: {chain.layers[layer].name} in parts", float(size))
 
 
 def _measure_whole(chain: Chain, state: _State, size: int, round_: int) -> None:

@@ -27,6 +27,8 @@ class Settings:
     """of the order"""
     whole: bool = True
     """measure the whole step too"""
+    parts: bool = False
+    """time the layers that can be divided in two parts too"""
     folder: Path | None = None
     """of the cache; None: the user's"""
     fresh: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,10 @@ def test_what_is_patched() -> None:
     other = nn.Parameter(torch.zeros(2, 2))
     private.swap_parameter(module, "weight", other)
     assert module.weight is other
+
+
+def test_the_tracer_is_loaded_beside_other_work() -> None:
+    thread = private.load_tracer()
+    thread.join(120)
+    assert not thread.is_alive()
+    assert "torch.export._trace" in sys.modules

@@ -6,6 +6,8 @@ begins with an underscore.
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ __all__ = [
     "flatten",
     "function_classes",
     "is_symbolic",
+    "load_tracer",
     "module_path",
     "op_name",
     "operator_use",
@@ -39,6 +42,16 @@ __all__ = [
 
 TreeSpec = _pytree.TreeSpec
 Flat = list[Any]
+
+
+def load_tracer() -> threading.Thread:
+    """Begin to load what `torch.export.export` needs, some five seconds, beside work that leaves Python free.
+
+    Not beside imports of other people's modules: two threads that load the same ones can see them half made.
+    """
+    thread = threading.Thread(target=importlib.import_module, args=("torch.export._trace",), daemon=True)
+    thread.start()
+    return thread
 
 
 def flatten(tree: Any) -> tuple[Flat, TreeSpec]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.model import ModelRef
 from bapipe.profile import Profile
+from bapipe.torch.capturing.private import load_tracer
 from bapipe.torch.dtypes import find_dtype
 from bapipe.torch.measure.assemble import to_profile
 from bapipe.torch.measure.chain import Chain, chain_of
@@ -61,6 +62,8 @@ def profile_model(
     """
     find_dtype(dtype)
     find_device(device)
+    if ":" not in spec:
+        load_tracer()  # while the weights of a model of the zoo are drawn
     source = find_model(spec, args)
     return profile_module(
         source.module,

@@ -26,30 +26,24 @@ _ROWS = (
 def deep_profile(profile: Profile, layers: int) -> Profile:
     """The profile of GNMT with `layers` LSTM layers, even and at least 8."""
     half = layers // 2
-    names = [layer.name for layer in profile.layers]
-    order = [names.index(name) for name in _like(half)]
-    wanted = _names(half)
+    known = [layer.name for layer in profile.layers]
+    order = [known.index(name) for name in _names(half, last=3)]
+    wanted = _names(half, last=half)
     made = tuple(replace(profile.layers[index], name=name) for index, name in zip(order, wanted, strict=True))
     model = replace(
         profile.model,
         name=f"gnmt-{layers}",
         args={**profile.model.args, "layers": layers},
-        fingerprint=None if profile.model.fingerprint is None else "",
+        fingerprint=None,
     )
     tables = {name: _reordered(table, order) for name, table in profile.accelerators.items()}
     return replace(profile, model=model, layers=made, accelerators=tables)
 
 
-def _names(half: int) -> list[str]:
-    encoder = [f"encoder.{index}" for index in range(half)]
-    decoder = [f"decoder.{index}" for index in range(1, half)]
-    return ["source_embedding", *encoder, "target_embedding", "decoder.0", "attention", *decoder, "classifier"]
-
-
-def _like(half: int) -> list[str]:
-    """The layer of GNMT-8 that each is like."""
-    encoder = [f"encoder.{min(index, 3)}" for index in range(half)]
-    decoder = [f"decoder.{min(index, 3)}" for index in range(1, half)]
+def _names(half: int, *, last: int) -> list[str]:
+    """Layers in order, those after the `last` of encoder and decoder called like it."""
+    encoder = [f"encoder.{min(index, last)}" for index in range(half)]
+    decoder = [f"decoder.{min(index, last)}" for index in range(1, half)]
     return ["source_embedding", *encoder, "target_embedding", "decoder.0", "attention", *decoder, "classifier"]
 
 

@@ -95,12 +95,13 @@ def write_report(
     page = render_report(subject)
     write_text(out, page)
     lines = [f"wrote {out}, {format_bytes(len(page.encode()))}: open it in a browser"]
+    drawn = {} if svg_folder is None and png_folder is None else pictures(subject)
     if svg_folder is not None:
-        for name, text in pictures(subject).items():
+        for name, text in drawn.items():
             write_text(_folder(svg_folder) / name, text)
             lines.append(f"wrote {Path(svg_folder) / name}")
     if png_folder is not None:
-        for name, text in pictures(subject).items():
+        for name, text in drawn.items():
             path = _folder(png_folder) / f"{name.removesuffix('.svg')}.png"
             write_bytes(path, to_png(text))
             lines.append(f"wrote {path}")

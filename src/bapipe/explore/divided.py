@@ -7,6 +7,7 @@ looked for: a dynamic programme over (stage, last unit) has such costs, and the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -54,12 +55,11 @@ def split_stages(
     """The optimum of as many stages on the finer chain, as if parts cost their share; then with what they cost."""
     if all(unit.whole for unit in finer.units):
         return
-    try:
+    # What does not fit by what is known before the cuts are may fit: `divided_stages` weighs more closely.
+    with contextlib.suppress(InfeasibleError):
         best = optimal(finer, hardware, family, microbatches, num_stages=len(stages), fast_links=fast)
         yield finer, best
         stages = best
-    except InfeasibleError:
-        pass  # by what is known before the cuts are; `divided_stages` weighs more closely
     if parts_cost_more(finer) and len(finer) * len(hardware.cluster) <= THOROUGH:
         for cut in divided_stages(finer, stages, hardware, family, microbatches):
             yield finer, cut

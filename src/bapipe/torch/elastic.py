@@ -11,7 +11,7 @@ from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError
 from bapipe.evaluate import Optimizer
 from bapipe.explore import Request, explore, make_plan
-from bapipe.plan import Plan, read_plan, write_plan
+from bapipe.plan import Plan, write_plan
 from bapipe.profile import Profile, read_profile
 from bapipe.torch.checkpoint_folder import latest
 from bapipe.torch.launch import attempt, check_gpus, check_run, print_line, worker_arguments
@@ -29,8 +29,8 @@ def launch_elastic(plan_path: str | Path, *, profile: str | Path, saving: Saving
     there is none. A rank that fails of itself, by an exception in the model or an input that is refused, ends the
     run as always. `options` are those of `launch`. Returns the exit code.
     """
-    check_run(plan_path, **{name: options[name] for name in ("steps", "timeout", "tensorboard")})
-    plan, costs, path = read_plan(plan_path), read_profile(profile), Path(plan_path)
+    plan, _ = check_run(plan_path, **{name: options[name] for name in ("steps", "timeout", "tensorboard")})
+    costs, path = read_profile(profile), Path(plan_path)
     _check_profile(plan, costs)
     check_gpus(plan, options.get("device"))
     saving.check(comparing=bool(options.get("check")))

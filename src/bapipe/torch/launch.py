@@ -24,18 +24,21 @@ _MARK = "\x1f"
 """torchrun puts this before what a rank writes on standard error, to tell it from what torchrun itself writes"""
 
 
-def check_run(plan_path: str | Path, *, steps: int, timeout: float, tensorboard: str | Path | None) -> Schedule:
-    """Refuse, before any process starts, what cannot be run; the schedule of what can."""
+def check_run(
+    plan_path: str | Path, *, steps: int, timeout: float, tensorboard: str | Path | None
+) -> tuple[Plan, Schedule]:
+    """Refuse, before any process starts, what cannot be run; the plan and the schedule of what can."""
     if importlib.util.find_spec("torch") is None:
         raise BaPipeError("running a plan needs torch, which is not installed; pip install 'bapipe[torch]'")
-    schedule = runnable_schedule(read_plan(plan_path))
+    plan = read_plan(plan_path)
+    schedule = runnable_schedule(plan)
     if steps < 1:
         raise BaPipeError(f"a run needs at least 1 step, got {steps}; raise --steps")
     if not timeout > 0:
         raise BaPipeError(f"the timeout must be more than 0 s, got {timeout:g}; raise --timeout")
     if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise BaPipeError("--tensorboard needs tensorboard, which is not installed; pip install tensorboard")
-    return schedule
+    return plan, schedule
 
 
 def check_gpus(plan: Plan, device: str | None) -> None:
@@ -114,7 +117,7 @@ def launch(
     run on this machine, whatever nodes the cluster has. With `restarts` all ranks are started again, so many times
     at most, when one fails; they go on from the last checkpoint.
     """
-    schedule = check_run(plan_path, steps=steps, timeout=timeout, tensorboard=tensorboard)
+    plan, schedule = check_run(plan_path, steps=steps, timeout=timeout, tensorboard=tensorboard)
     if out is not None and not Path(out).resolve().parent.is_dir():
         raise BaPipeError(f"{out} is in a folder that does not exist; make it first")
     if saving is not None:
@@ -124,7 +127,7 @@ def launch(
                 "a pipedream run keeps several versions of its weights, which are not saved; leave "
                 "--checkpoint out"
             )
-    check_gpus(read_plan(plan_path), device)
+    check_gpus(plan, device)
     arguments = worker_arguments(
         plan_path,
         steps=steps,

@@ -28,6 +28,7 @@ from bapipe.torch.build import build_model  # noqa: E402
 from bapipe.torch.data import batches_for  # noqa: E402
 from bapipe.torch.failure import RunError  # noqa: E402
 from bapipe.torch.launch import launch  # noqa: E402
+from bapipe.torch.run_options import RunOptions  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 HOST = re.escape(socket.gethostname())
@@ -44,7 +45,7 @@ FAR_TOO_LONG = 240
             r"ValueError: the layer broke \(.*fragile_model.py:\d+\), in layer 'second', micro-batch \d, "
             r"given \(2, 4\) float64",
         ),
-        ("stop", r"does not answer; rank [02] waited 3 s"),
+        ("stop", r"does not answer; rank [02] waited 10 s"),
     ],
 )
 def test_a_rank_that_fails_ends_a_run_with_one_line(
@@ -52,7 +53,8 @@ def test_a_rank_that_fails_ends_a_run_with_one_line(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     write_plan(fragile_plan(how, tmp_path / "note"), tmp_path / "plan.json")
-    code = launch(tmp_path / "plan.json", steps=1000, timeout=3 if how == "stop" else FAR_TOO_LONG)
+    options = RunOptions(steps=1000, timeout=10 if how == "stop" else FAR_TOO_LONG)
+    code = launch(tmp_path / "plan.json", options)
     assert code == 1
     assert time.time() - float((tmp_path / "note").read_text()) < FAR_TOO_LONG / 4
     line, *table = capfd.readouterr().err.splitlines()

@@ -28,6 +28,7 @@ from bapipe.schedule.actions import Action  # noqa: E402
 from bapipe.torch import worker  # noqa: E402
 from bapipe.torch.build import build_model  # noqa: E402
 from bapipe.torch.launch import launch  # noqa: E402
+from bapipe.torch.run_options import RunOptions  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 FAR_TOO_LONG = 300
@@ -233,13 +234,14 @@ def test_what_cannot_be_run_is_refused_before_any_process_starts(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tensorboard" else find(name))
     write_plan(small_plan("gpipe"), tmp_path / "plan.json")
     with pytest.raises(BaPipeError, match=message):
-        launch(tmp_path / "plan.json", **options)  # type: ignore[arg-type]
+        launch(tmp_path / "plan.json", RunOptions(**options))  # type: ignore[arg-type]
 
 
 def test_tensorboard_gets_every_steps_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard is optional")
     write_plan(small_plan("gpipe"), tmp_path / "plan.json")
-    code = launch(tmp_path / "plan.json", steps=2, tensorboard=tmp_path / "board", timeout=60)
+    options = RunOptions(steps=2, tensorboard=tmp_path / "board", timeout=60)
+    code = launch(tmp_path / "plan.json", options)
     assert code == 0
     events = next((tmp_path / "board").glob("events.out.tfevents.*")).read_bytes()
     assert all(f"bapipe/{name}".encode() in events for name in ("loss", "samples_per_second", "bubble"))

@@ -16,6 +16,7 @@ from bapipe.plan import Plan, read_plan, write_plan  # noqa: E402
 from bapipe.torch import worker  # noqa: E402
 from bapipe.torch.elastic import launch_elastic  # noqa: E402
 from bapipe.torch.launch import check_gpus, launch  # noqa: E402
+from bapipe.torch.run_options import RunOptions  # noqa: E402
 from bapipe.torch.saving import Saving  # noqa: E402
 from bapipe.torch.support import describe_need, missing_gpus, ranks_on_gpus  # noqa: E402
 
@@ -55,16 +56,13 @@ def test_the_launcher_refuses_before_any_rank_starts(tmp_path: Path, capfd: pyte
         r"the plan has 1 of 2 ranks on GPUs \(gpu-x\), but torch .* here (sees none|is built without CUDA); give"
     )
     with pytest.raises(BaPipeError, match=words):
-        launch(tmp_path / "plan.json", out=out)
+        launch(tmp_path / "plan.json", RunOptions(out=out))
     saving = Saving(folder=tmp_path / "saved", every=1, keep=1, asynchronous=False, resume=False)
     with pytest.raises(BaPipeError, match=words):
         launch_elastic(
             tmp_path / "plan.json",
+            RunOptions(steps=1, timeout=60.0, saving=saving),
             profile=EXAMPLES / "tiny-profile.json",
-            saving=saving,
-            steps=1,
-            timeout=60.0,
-            tensorboard=None,
         )
     assert not out.exists()
     assert not saving.folder.exists()

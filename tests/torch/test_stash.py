@@ -18,12 +18,10 @@ from bapipe.schedule.actions import Action, Lane
 from bapipe.schedule.files import ScheduleFile
 from bapipe.schedule.orders import capped, pipedream, with_update
 from bapipe.torch.build import BuiltModel
-from bapipe.torch.launch import worker_arguments
 from bapipe.torch.loss import LossOfEach
 from bapipe.torch.pipedream_check import Holding, train_stale
 from bapipe.torch.stash import WeightStash
 from bapipe.torch.support import runnable_schedule
-from bapipe.torch.worker import _options as worker_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,13 +147,6 @@ def test_which_plans_never_flush() -> None:
     other = replace(endless.schedule.to_schedule(), lanes=(swapped, lanes[1]))
     with pytest.raises(BaPipeError, match="order"):
         runnable_schedule(replace(endless, schedule=ScheduleFile.of(other)))
-
-
-def test_vertical_sync_gets_to_the_ranks() -> None:
-    assert "--vertical-sync" in worker_arguments("plan.json", vertical_sync=True)
-    assert "--vertical-sync" not in worker_arguments("plan.json")
-    assert worker_options(["plan.json", "--vertical-sync"]).vertical_sync
-    assert not worker_options(["plan.json"]).vertical_sync
 
 
 def test_old_run_records_have_one_version() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from bapipe.cli.run import run_options, with_saving
+from bapipe.cli.run import read_options, run_options
 from bapipe.errors import BaPipeError
 
 __all__ = ["launch_command"]
@@ -25,7 +27,7 @@ def launch_command(
     script: str | None,
     head: str | None,
     port: int,
-    **options: object,
+    **options: Any,
 ) -> None:
     """Start PLAN_FILE on its nodes: with --print, the exact torchrun command of each, and a SLURM script.
 
@@ -37,17 +39,14 @@ def launch_command(
       bapipe launch plan.json --print --steps 100
       bapipe launch plan.json --print --script train.py -- plan.json --epochs 3
     """
-    from bapipe.plan import read_plan
     from bapipe.torch.launch import check_run, launch, start_script, worker_arguments
     from bapipe.torch.nodes import node_commands, ranks_by_node, slurm_script
 
     if script is None and arguments:
         raise BaPipeError(f"'{arguments[0]}' is no option of a run; give --script to start your own script")
-    options = with_saving(options)
-    steps, timeout, tensorboard = options["steps"], options["timeout"], options["tensorboard"]
-    check_run(plan_file, steps=steps, timeout=timeout, tensorboard=tensorboard)  # type: ignore[arg-type]
-    plan = read_plan(plan_file)
-    program = worker_arguments(plan_file, **options) if script is None else [script, *arguments]  # type: ignore[arg-type]
+    chosen = read_options(options)
+    plan, _ = check_run(plan_file, chosen)
+    program = worker_arguments(plan_file, chosen) if script is None else [script, *arguments]
     if only_print:
         for command in node_commands(plan, program, head=head, port=port):
             click.echo(f"# on {command.node}: ranks {', '.join(map(str, command.ranks))}")
@@ -62,6 +61,6 @@ def launch_command(
             f"the plan has {len(nodes)} nodes ({', '.join(nodes)[:100]}); start on each what --print writes for it"
         )
     started = start_script(len(plan.ranks), program) if script is not None else None
-    code = launch(plan_file, **options) if started is None else started  # type: ignore[arg-type]
+    code = launch(plan_file, chosen) if started is None else started
     if code:
         raise click.exceptions.Exit(code)

@@ -9,38 +9,40 @@ from typing import Any
 import click
 
 from bapipe.errors import BaPipeError
+from bapipe.torch.run_options import RunOptions
 
-__all__ = ["run_command", "run_options", "with_saving"]
+__all__ = ["read_options", "run_command", "run_options"]
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of a run, which `bapipe run` and `bapipe launch` share."""
+    usual = RunOptions()
     options = [
-        click.option("--steps", type=int, default=3, show_default=True, help="Updates to train."),
+        click.option("--steps", type=int, default=usual.steps, show_default=True, help="Updates to train."),
         click.option("--check", is_flag=True, help="Compare every gradient with training in one process."),
         click.option(
             "--out", type=click.Path(dir_okay=False), help="Write run.json: losses and the recorded timeline."
         ),
-        click.option("--seed", type=int, default=0, show_default=True, help="Of weights and data."),
-        click.option("--learning-rate", type=float, default=0.01, show_default=True),
+        click.option("--seed", type=int, default=usual.seed, show_default=True, help="Of weights and data."),
+        click.option("--learning-rate", type=float, default=usual.learning_rate, show_default=True),
         click.option(
             "--timeout",
             type=float,
-            default=300.0,
+            default=usual.timeout,
             show_default=True,
             help="Seconds before a silent rank is given up.",
         ),
         click.option(
             "--data",
             type=click.Choice(["synthetic", "digits"]),
-            default="synthetic",
+            default=usual.data,
             show_default=True,
             help="What the model's own make_batch makes, or scikit-learn's handwritten digits.",
         ),
         click.option(
             "--transport",
             type=click.Choice(["auto", "gloo", "staged", "ipc", "nccl"]),
-            default="auto",
+            default=usual.transport,
             show_default=True,
             help="How tensors get from rank to rank.",
         ),
@@ -65,8 +67,8 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def with_saving(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with those about checkpoints put together as `saving`, None without --checkpoint."""
+def read_options(options: dict[str, Any]) -> RunOptions:
+    """What `run_options` gave a command, those about checkpoints put together as `saving`."""
     from bapipe.torch.saving import Saving
 
     names = ("checkpoint", "every", "keep", "asynchronous", "resume")
@@ -77,7 +79,7 @@ def with_saving(options: dict[str, Any]) -> dict[str, Any]:
             raise BaPipeError(
                 "--every, --async and --resume are about checkpoints; give their folder: --checkpoint"
             )
-        return {**rest, "saving": None}
+        return RunOptions(**rest)
     saving = Saving(
         folder=Path(folder),
         every=max(1, options["steps"]) if every is None else every,
@@ -85,7 +87,7 @@ def with_saving(options: dict[str, Any]) -> dict[str, Any]:
         asynchronous=asynchronous,
         resume=resume,
     )
-    return {**rest, "saving": saving}
+    return RunOptions(**rest, saving=saving)
 
 
 @click.command("run")
@@ -106,20 +108,20 @@ def run_command(plan_file: str, restarts: int, elastic: bool, profile: str | Non
     """
     from bapipe.torch.launch import launch
 
-    options = with_saving(options)
+    chosen = read_options(options)
     if elastic:
         from bapipe.torch.elastic import launch_elastic
 
-        if options["saving"] is None or profile is None:
+        if chosen.saving is None or profile is None:
             raise BaPipeError(
                 "--elastic plans again and goes on, so it needs --profile and --checkpoint; give both"
             )
         if restarts:
             raise BaPipeError("--elastic goes on without what is lost, --restarts with it; give one of them")
-        code = launch_elastic(plan_file, profile=profile, **options)
+        code = launch_elastic(plan_file, chosen, profile=profile)
     elif profile is not None:
         raise BaPipeError("--profile is to plan again with --elastic; give that too, or leave it out")
     else:
-        code = launch(plan_file, restarts=restarts, **options)
+        code = launch(plan_file, chosen, restarts=restarts)
     if code:
         raise click.exceptions.Exit(code)

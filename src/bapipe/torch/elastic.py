@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError
@@ -15,28 +15,31 @@ from bapipe.plan import Plan, write_plan
 from bapipe.profile import Profile, read_profile
 from bapipe.torch.checkpoint_folder import latest
 from bapipe.torch.launch import attempt, check_gpus, check_run, print_line, worker_arguments
-from bapipe.torch.saving import Saving
+from bapipe.torch.run_options import RunOptions
 from bapipe.units import format_seconds
 
 __all__ = ["describe_change", "launch_elastic", "plan_without", "without_accelerator"]
 
 
-def launch_elastic(plan_path: str | Path, *, profile: str | Path, saving: Saving, **options: Any) -> int:
+def launch_elastic(plan_path: str | Path, options: RunOptions, *, profile: str | Path) -> int:
     """As `launch`, but where a rank is killed or does not answer, its accelerator is given up and the run goes on.
 
     The rest of the cluster is planned anew from the profile, for the same mini-batch; what changed is printed, the
     new plan is left beside the checkpoints, and training resumes from the last complete one, or from the start if
     there is none. A rank that fails of itself, by an exception in the model or an input that is refused, ends the
-    run as always. `options` are those of `launch`. Returns the exit code.
+    run as always. The options must have `saving`. Returns the exit code.
     """
-    plan, _ = check_run(plan_path, **{name: options[name] for name in ("steps", "timeout", "tensorboard")})
+    plan, _ = check_run(plan_path, options)
+    saving = options.saving
+    if saving is None:
+        raise BaPipeError("a run that plans again goes on from checkpoints, and none are saved; give --checkpoint")
     costs, path = read_profile(profile), Path(plan_path)
     _check_profile(plan, costs)
-    check_gpus(plan, options.get("device"))
-    saving.check(comparing=bool(options.get("check")))
+    check_gpus(plan, options.device)
+    saving.check(comparing=options.check)
     code_folder = ["--code", str(path.resolve().parent)]
     while True:
-        failure = attempt(path, [*worker_arguments(path, saving=saving, **options), *code_folder])
+        failure = attempt(path, [*worker_arguments(path, options), *code_folder])
         if failure is None:
             return 0
         print_line(failure)
@@ -54,7 +57,7 @@ def launch_elastic(plan_path: str | Path, *, profile: str | Path, saving: Saving
         found = latest(saving.folder)
         start = f"training goes on from {found}" if found else "no checkpoint is complete; training starts again"
         print(f"{describe_change(plan, after, lost)}\n{start} by {path}", flush=True)
-        plan, saving = after, saving.resumed()
+        plan, options = after, replace(options, saving=saving.resumed())
 
 
 def _check_profile(plan: Plan, profile: Profile) -> None:

@@ -23,14 +23,8 @@ from bapipe.torch.stage_runner import StageRunner
 from bapipe.torch.support import compute_lane
 from bapipe.torch.transport import Inbox, Message, Outbox, Transport, Wire
 
-__all__ = ["QUEUED", "ActionError", "Executor", "RankTrace"]
+__all__ = ["ActionError", "Executor", "RankTrace"]
 
-QUEUED = 2
-"""actions that the host may have queued on a GPU that has not done them yet: the GPU is then never without work
-
-With more, a copy that carries a result to the next rank waits behind them where streams share a hardware queue.
-On slices of one GPU that held up the first messages of a mini-batch by several forwards.
-"""
 MessageOf = Callable[[int, int, bool], Message]
 """(boundary, micro-batch, onward) -> what crosses"""
 
@@ -165,7 +159,7 @@ class Executor:
         return ActionError(self.rank, action, error, described(error, stage, microbatch=action.microbatch))
 
     def _run(self, program: list[_Step], training: bool, marks: list[tuple[_Step, Any, Any]]) -> None:
-        mark = self._clock.mark
+        begin, end = self._clock.begin_action, self._clock.end_action
         forward, backward, input_gradient, weight_gradient = Kind.F, Kind.B, Kind.I, Kind.W
         on_action = self._on_action
         for step in program:
@@ -184,9 +178,7 @@ class Executor:
             if step.released is not None:
                 step.released.release(microbatch)
             kind = step.action.kind
-            if len(marks) >= QUEUED:
-                self._clock.wait(marks[-QUEUED][2])
-            start = mark()
+            start = begin()
             if kind == forward:
                 runner = step.runner
                 made = (runner.forward if training else runner.evaluate)(microbatch, values)
@@ -204,7 +196,7 @@ class Executor:
             else:
                 step.runner.again(microbatch)
                 made = ()
-            marks.append((step, start, mark()))
+            marks.append((step, start, end()))
             if step.target is not None:
                 self.waiting = step.target.wire
                 step.target.send(microbatch, made)

@@ -15,7 +15,7 @@ from bapipe.errors import BaPipeError
 from bapipe.plan import Plan, read_plan
 from bapipe.schedule.actions import Schedule
 from bapipe.torch.failure import Failure, explain
-from bapipe.torch.saving import Saving
+from bapipe.torch.run_options import RunOptions
 from bapipe.torch.support import describe_need, missing_gpus, ranks_on_gpus, runnable_schedule, threads_per_rank
 
 __all__ = ["attempt", "check_gpus", "check_run", "launch", "print_line", "start_script", "worker_arguments"]
@@ -24,19 +24,17 @@ _MARK = "\x1f"
 """torchrun puts this before what a rank writes on standard error, to tell it from what torchrun itself writes"""
 
 
-def check_run(
-    plan_path: str | Path, *, steps: int, timeout: float, tensorboard: str | Path | None
-) -> tuple[Plan, Schedule]:
+def check_run(plan_path: str | Path, options: RunOptions) -> tuple[Plan, Schedule]:
     """Refuse, before any process starts, what cannot be run; the plan and the schedule of what can."""
     if importlib.util.find_spec("torch") is None:
         raise BaPipeError("running a plan needs torch, which is not installed; pip install 'bapipe[torch]'")
     plan = read_plan(plan_path)
     schedule = runnable_schedule(plan)
-    if steps < 1:
-        raise BaPipeError(f"a run needs at least 1 step, got {steps}; raise --steps")
-    if not timeout > 0:
-        raise BaPipeError(f"the timeout must be more than 0 s, got {timeout:g}; raise --timeout")
-    if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+    if options.steps < 1:
+        raise BaPipeError(f"a run needs at least 1 step, got {options.steps}; raise --steps")
+    if not options.timeout > 0:
+        raise BaPipeError(f"the timeout must be more than 0 s, got {options.timeout:g}; raise --timeout")
+    if options.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise BaPipeError("--tensorboard needs tensorboard, which is not installed; pip install tensorboard")
     return plan, schedule
 
@@ -64,52 +62,12 @@ def check_gpus(plan: Plan, device: str | None) -> None:
         raise missing_gpus(describe_need(plan, device), version, built=built == "1")
 
 
-def worker_arguments(
-    plan_path: str | Path,
-    *,
-    steps: int = 3,
-    out: str | Path | None = None,
-    check: bool = False,
-    seed: int = 0,
-    learning_rate: float = 0.01,
-    timeout: float = 300.0,
-    data: str = "synthetic",
-    transport: str = "auto",
-    device: str | None = None,
-    vertical_sync: bool = False,
-    as_json: bool = False,
-    tensorboard: str | Path | None = None,
-    saving: Saving | None = None,
-) -> list[str]:
+def worker_arguments(plan_path: str | Path, options: RunOptions) -> list[str]:
     """What torchrun is given to start a rank of this run."""
-    arguments = ["-m", "bapipe.torch.worker", str(plan_path), "--steps", str(steps), "--seed", str(seed)]
-    arguments += ["--learning-rate", str(learning_rate), "--timeout", f"{timeout:g}"]
-    arguments += ["--data", data, "--transport", transport]
-    flags = {"check": check, "vertical-sync": vertical_sync, "json": as_json}
-    arguments += [f"--{name}" for name, wanted in flags.items() if wanted]
-    for name, value in (("device", device), ("out", out), ("tensorboard", tensorboard)):
-        arguments += [] if value is None else [f"--{name}", str(value)]
-    return arguments + ([] if saving is None else saving.arguments())
+    return ["-m", "bapipe.torch.worker", str(plan_path), *options.arguments()]
 
 
-def launch(
-    plan_path: str | Path,
-    *,
-    steps: int = 3,
-    out: str | Path | None = None,
-    check: bool = False,
-    seed: int = 0,
-    learning_rate: float = 0.01,
-    timeout: float = 300.0,
-    data: str = "synthetic",
-    transport: str = "auto",
-    device: str | None = None,
-    vertical_sync: bool = False,
-    as_json: bool = False,
-    tensorboard: str | Path | None = None,
-    saving: Saving | None = None,
-    restarts: int = 0,
-) -> int:
+def launch(plan_path: str | Path, options: RunOptions, *, restarts: int = 0) -> int:
     """Run the plan and return the exit code: 0, 1 where a rank or the check failed, 2 where input was refused.
 
     The ranks' output goes to this process's own. What makes the run fail is printed on standard error as one line
@@ -117,34 +75,18 @@ def launch(
     run on this machine, whatever nodes the cluster has. With `restarts` all ranks are started again, so many times
     at most, when one fails; they go on from the last checkpoint.
     """
-    plan, schedule = check_run(plan_path, steps=steps, timeout=timeout, tensorboard=tensorboard)
-    if out is not None and not Path(out).resolve().parent.is_dir():
-        raise BaPipeError(f"{out} is in a folder that does not exist; make it first")
-    if saving is not None:
-        saving.check(comparing=check)
+    plan, schedule = check_run(plan_path, options)
+    if options.out is not None and not Path(options.out).resolve().parent.is_dir():
+        raise BaPipeError(f"{options.out} is in a folder that does not exist; make it first")
+    if options.saving is not None:
+        options.saving.check(comparing=options.check)
         if not schedule.flushes:
             raise BaPipeError(
                 "a pipedream run keeps several versions of its weights, which are not saved; leave "
                 "--checkpoint out"
             )
-    check_gpus(plan, device)
-    arguments = worker_arguments(
-        plan_path,
-        steps=steps,
-        out=out,
-        check=check,
-        seed=seed,
-        learning_rate=learning_rate,
-        timeout=timeout,
-        data=data,
-        transport=transport,
-        device=device,
-        vertical_sync=vertical_sync,
-        as_json=as_json,
-        tensorboard=tensorboard,
-        saving=saving,
-    )
-    failure = attempt(plan_path, arguments, restarts=restarts)
+    check_gpus(plan, options.device)
+    failure = attempt(plan_path, worker_arguments(plan_path, options), restarts=restarts)
     if failure is None:
         return 0
     print_line(failure)

@@ -32,7 +32,6 @@ from bapipe.errors import BaPipeError
 from bapipe.plan import Plan
 from bapipe.schedule.actions import Action, Kind
 from bapipe.torch.capturing import Captured
-from bapipe.torch.executor import QUEUED
 from bapipe.torch.loss import LossFunction, LossOfEach
 from bapipe.torch.pipeline import Build, Pipeline
 from bapipe.torch.reduce import Reducer, TiedWeights
@@ -244,7 +243,7 @@ class _Run:
         self._note(number, Kind.F)
         leaves, targets = self._data.pop(number)
         values = self._taken(self._ends.received, number)
-        start = self._begin_action()
+        start = pipe.clock.begin_action()
         runner = self._runner(number)
         runner.begin(pipe.steps * len(pipe._sizes) + number, leaves, targets, weights=pipe.stash.weights(number))
         made = runner.forward(0, values)
@@ -257,7 +256,7 @@ class _Run:
         errors = self._taken(self._ends.errors, number)
         if self._ends.errors is not None and self._ends.sent is not None:
             self._ends.sent.release(number)
-        start = self._begin_action()
+        start = pipe.clock.begin_action()
         runner = self._runner(number)
         made = runner.backward(0, errors)
         runner.end()
@@ -323,16 +322,9 @@ class _Run:
         pipe.watch.progress.step = pipe.steps + step
         pipe.watch.progress.note_action(action)
 
-    def _begin_action(self) -> Any:
-        """Where an action starts, for `_mark`."""
-        clock = self._pipe.clock
-        if len(self._marks) >= QUEUED:
-            clock.wait(self._marks[-QUEUED][3])
-        return clock.mark()
-
     def _mark(self, number: int, kind: Kind, start: Any) -> None:
         step, place = divmod(number, len(self._pipe._sizes))
-        self._marks.append((step, f"{self._pipe.stage}{kind.name}{place}", start, self._pipe.clock.mark()))
+        self._marks.append((step, f"{self._pipe.stage}{kind.name}{place}", start, self._pipe.clock.end_action()))
 
     def _close(self, step: int) -> None:
         """A mini-batch has had its last update here: know its times, and tell rank 0 how it went."""

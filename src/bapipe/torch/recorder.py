@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Clock", "CudaClock", "HostClock", "clock_for"]
+__all__ = ["QUEUED", "Clock", "CudaClock", "HostClock", "clock_for"]
+
+QUEUED = 2
+"""actions that the host may have queued on a GPU that has not done them yet: the GPU is then never without work
+
+With more, a copy that carries a result to the next rank waits behind them where streams share a hardware queue.
+On slices of one GPU that held up the first messages of a mini-batch by several forwards.
+"""
 
 
 class Clock(Protocol):
@@ -20,8 +28,11 @@ class Clock(Protocol):
     def mark(self) -> Any:
         """Now, as the device will see it."""
 
-    def wait(self, mark: Any) -> None:
-        """Until the device has come to the mark."""
+    def begin_action(self) -> Any:
+        """A mark where an action begins; waits first until the device has fewer than `QUEUED` of them to do."""
+
+    def end_action(self) -> Any:
+        """A mark where it ends."""
 
     def times(self, marks: Sequence[Any]) -> list[float]:
         """The marks in seconds of the host's `time.perf_counter`; waits for the device."""
@@ -31,11 +42,10 @@ class HostClock:
     """For devices that have done the work when the call returns."""
 
     mark = staticmethod(time.perf_counter)
+    begin_action = staticmethod(time.perf_counter)
+    end_action = staticmethod(time.perf_counter)
 
     def start(self) -> None:
-        """Nothing to do."""
-
-    def wait(self, mark: Any) -> None:
         """Nothing to do."""
 
     def times(self, marks: Sequence[Any]) -> list[float]:
@@ -49,9 +59,12 @@ class CudaClock:
         self._device = device
         self._events: list[torch.cuda.Event] = []
         self._used = 0
+        self._ends: deque[torch.cuda.Event] = deque(maxlen=QUEUED)
+        """of the last actions"""
 
     def start(self) -> None:
         self._used = 0
+        self._ends.clear()
 
     def mark(self) -> torch.cuda.Event:
         if self._used == len(self._events):
@@ -63,8 +76,15 @@ class CudaClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait(self, mark: Any) -> None:
-        mark.synchronize()
+    def begin_action(self) -> torch.cuda.Event:
+        if len(self._ends) == QUEUED:
+            self._ends[0].synchronize()
+        return self.mark()
+
+    def end_action(self) -> torch.cuda.Event:
+        event = self.mark()
+        self._ends.append(event)
+        return event
 
     def times(self, marks: Sequence[Any]) -> list[float]:
         last = self.mark()

@@ -24,6 +24,7 @@ from bapipe.torch.failure import Failure, RunError, forget_failure, write_failur
 from bapipe.torch.join import join
 from bapipe.torch.leaving import print_failure
 from bapipe.torch.pipedream_train import train_pipedream
+from bapipe.torch.run_options import RunOptions
 from bapipe.torch.saving import Saving
 from bapipe.torch.status import Progress, progress_file
 from bapipe.torch.support import describe_need, missing_gpus, ranks_on_gpus, runnable_schedule, threads_per_rank
@@ -72,14 +73,15 @@ def _report(options: argparse.Namespace, failure: Failure, rank: int) -> None:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    usual = RunOptions()
     parser = argparse.ArgumentParser(prog="bapipe.torch.worker", description="One rank of a run.")
     parser.add_argument("plan", type=Path)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another rank")
-    parser.add_argument("--data", choices=DATA, default="synthetic")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto")
+    parser.add_argument("--steps", type=int, default=usual.steps)
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--learning-rate", type=float, default=usual.learning_rate)
+    parser.add_argument("--timeout", type=float, default=usual.timeout, help="seconds to wait for another rank")
+    parser.add_argument("--data", choices=DATA, default=usual.data)
+    parser.add_argument("--transport", choices=TRANSPORTS, default=usual.transport)
     parser.add_argument("--device", help="cpu or cuda; default: as planned")
     parser.add_argument("--out", type=Path, help="where to write run.json")
     parser.add_argument("--check", action="store_true", help="compare with training in one process")

@@ -21,6 +21,17 @@ def simulated(plan: Plan, costs: Costs) -> Timeline:
     return simulate(schedule, costs, network_of(plan.cluster, ranks, schedule))
 
 
+def stretched(timeline: Timeline, slower: float) -> Timeline:
+    """The same with every time so many times later."""
+    transfers = timeline.transfers
+    return replace(
+        timeline,
+        start=timeline.start * slower,
+        end=timeline.end * slower,
+        transfers=replace(transfers, start=transfers.start * slower, arrival=transfers.arrival * slower),
+    )
+
+
 def action_at(timeline: Timeline, index: int) -> str:
     microbatch = int(timeline.microbatches[index])
     kind = Kind(int(timeline.kinds[index]))

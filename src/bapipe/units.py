@@ -14,6 +14,7 @@ __all__ = [
     "format_bandwidth",
     "format_bytes",
     "format_seconds",
+    "format_throughput",
     "parse_bandwidth",
     "parse_bytes",
     "parse_flops",
@@ -116,3 +117,9 @@ def format_bandwidth(value: float) -> str:
 def format_seconds(value: float) -> str:
     """0.0153 -> '15.3 ms'."""
     return _scaled(value, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")))
+
+
+def format_throughput(value: float) -> str:
+    """Samples per second in four digits: 926.84 -> '926.8', 20441.3 -> '20,440'."""
+    rounded = float(f"{value:.4g}")
+    return f"{rounded:,.0f}" if rounded >= 1e4 else f"{rounded:g}"

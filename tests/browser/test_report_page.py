@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bapipe.units import format_bytes, format_seconds
+from bapipe.units import format_bytes, format_seconds, format_throughput
 from report_plans import planned
 
 Open = Callable[[Path], Any]
@@ -76,7 +76,7 @@ def test_its_numbers_are_those_of_the_file(open_page: Open, straight: Path) -> N
     assert figure("time") == (prediction["time"], format_seconds(prediction["time"]))
     assert figure("lower_bound") == (prediction["lower_bound"], format_seconds(prediction["lower_bound"]))
     assert figure("gap") == (prediction["gap"], f"{prediction['gap']:.1%}")
-    assert figure("throughput") == (prediction["throughput"], f"{prediction['throughput']:.4g} samples/s")
+    assert figure("throughput") == (prediction["throughput"], format_throughput(prediction["throughput"]))
     cells = (
         "return [...document.querySelectorAll(arguments[0])]"
         ".map(row => [...row.querySelectorAll('data')].map(d => d.innerText));"

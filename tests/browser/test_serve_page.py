@@ -25,6 +25,8 @@ from served import BAPIPE, Served, serving
 EXAMPLES = Path(__file__).parents[2] / "examples"
 START = {"model": "gnmt-8", "cluster": "4xv100-16", "minibatch": "64", "schedule": "1f1b-so"}
 Open = Callable[[str], Any]
+PATIENCE = 120.0
+"""seconds; what has not happened by then does not happen"""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ class AppPage:
 
     def settled(self) -> None:
         """Wait until the answer to what the knobs say is shown."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             if self.script(
                 "return typeof app !== 'undefined' && app.idle"
@@ -155,7 +157,7 @@ def test_from_the_pick_to_the_download(open_app: Open, tmp_path: Path) -> None:
     page.chrome.execute_cdp_cmd("Page.setDownloadBehavior", behaviour)
     for name in ("plan.json", "cluster.toml", "command.sh"):
         page.click(f"download-{name.replace('.', '-')}")
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     wanted = {"plan.json", "cluster.toml", "command.sh"}
     while time.monotonic() < end and not (folder.is_dir() and wanted <= {file.name for file in folder.iterdir()}):
         time.sleep(0.05)
@@ -422,7 +424,7 @@ def test_a_first_answer_stands_until_the_best_is_there(open_app: Open) -> None:
         "const knob = document.getElementById('schedule'); knob.value = '';"
         "knob.dispatchEvent(new Event('input', {bubbles: true}));"
     )
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while time.monotonic() < end and not page.script("return app.shown !== null && app.shown.b.draft;"):
         time.sleep(0.05)
     draft = page.figure("time")

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bapipe.cluster import Accelerator, AcceleratorType, Cluster, Link
+from run_plans import CPU
+
+from bapipe.cluster import Accelerator, Cluster, Link
 from bapipe.model import ModelRef
 from bapipe.plan import Plan, PlanStage, Prediction
 from bapipe.schedule.actions import Schedule
@@ -18,14 +20,6 @@ from bapipe.schedule.orders import capped, data_parallel, make_schedule, with_re
 
 __all__ = ["Case", "all_pairs", "falling_caps", "make_plan", "make_schedule_of", "read_cases", "write_cases"]
 
-CPU = AcceleratorType(
-    name="cpu-core",
-    kind="cpu",
-    flops={"fp32": 5e10},
-    memory=4e9,
-    memory_bandwidth=1e10,
-    execution="synchronous",
-)
 SIZE, SHORT = 3, 2
 """samples of a micro-batch, and of a short one; batch-norm needs two"""
 

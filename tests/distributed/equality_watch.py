@@ -70,10 +70,10 @@ def boundary_tensors(received: Living, sent: Living) -> Iterator[None]:
         dist.irecv, dist.isend = receive, send
 
 
-def count_tensors(goal: int | None = None, *, seconds: float = 5.0) -> int:
+def count_tensors(goal: int | None = None, *, seconds: float = 30.0) -> int:
     """Tensors that Python knows of, those frozen by `gc.freeze` left out.
 
-    With a goal it is waited for a little: gloo's threads let go of an all-reduce just after it has ended.
+    With a goal it is waited for: gloo's threads let go of an all-reduce just after it has ended.
     """
     end = time.monotonic() + seconds
     while True:

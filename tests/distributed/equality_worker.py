@@ -9,16 +9,12 @@ leaves its error and does not stop the others.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import datetime
 import functools
 import gc
 import hashlib
-import json
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +25,7 @@ from equality_alone import Alone, Share, make_optimizer, train_alone
 from equality_models import SUBJECTS, as_call, build, make_batch
 from equality_plans import Case, make_plan, make_schedule_of, read_cases
 from equality_watch import Living, boundary_tensors, count_tensors, watch_graphs
-from forked_ranks import fork_ranks
+from forked_ranks import TIMEOUT, fork_ranks, run_own_cases
 from torch import Tensor
 
 from bapipe.plan import Plan
@@ -37,8 +33,6 @@ from bapipe.torch.capturing import Captured, Result, capture, largest_difference
 from bapipe.torch.pipeline import Pipeline
 
 RANKS = 4
-TIMEOUT = datetime.timedelta(seconds=300)
-"""for ranks that wait while others run cases without them"""
 
 
 def main(folder: Path) -> int:
@@ -71,20 +65,11 @@ def run_rank(folder: Path, rank: int, cases: list[Case], captures: Mapping[tuple
     def alone(key: tuple[object, ...]) -> Alone:
         return torch.load(_alone_path(folder, key), weights_only=False)  # type: ignore[no-any-return]
 
-    for index, case in enumerate(cases):
-        world = make_schedule_of(case).num_ranks
-        if rank >= world:
-            continue
-        try:
-            _join(folder / f"store-{index}", rank, world)
-            result = run_case(case, captures[case.captured], alone(case.alone))
-        except Exception:
-            result = {"error": traceback.format_exc()}
-        finally:
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group()
-        gc.collect()
-        (folder / f"result-{index}-{rank}.json").write_text(json.dumps(result), encoding="ascii")
+    def run(index: int) -> dict[str, Any]:
+        case = cases[index]
+        return run_case(case, captures[case.captured], alone(case.alone))
+
+    run_own_cases(folder, rank, [make_schedule_of(case).num_ranks for case in cases], run)
 
 
 def _alone_path(folder: Path, key: tuple[object, ...]) -> Path:

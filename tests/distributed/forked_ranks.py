@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["fork_ranks", "read_results", "run_cases", "start"]
+__all__ = ["TIMEOUT", "fork_ranks", "read_results", "run_cases", "run_own_cases", "start"]
 
 TESTS = Path(__file__).resolve().parents[1]
-TIMEOUT = datetime.timedelta(seconds=100)
+TIMEOUT = datetime.timedelta(seconds=300)
+"""for ranks that wait while others run cases without them"""
 
 
 def start(worker: Path, folder: Path, *, seconds: float) -> None:
@@ -39,7 +40,7 @@ def run_cases(folder: Path, worlds: Sequence[int], run: Callable[[int], Any]) ->
     What `run(i)` returns on a rank, or the error as {"error": …}, goes to a file; a case that fails does not stop
     the others. Returns the exit code.
     """
-    return fork_ranks(max(worlds), lambda rank: _run_rank(folder, rank, worlds, run))
+    return fork_ranks(max(worlds), lambda rank: run_own_cases(folder, rank, worlds, run))
 
 
 def fork_ranks(count: int, run: Callable[[int], None]) -> int:
@@ -61,7 +62,8 @@ def fork_ranks(count: int, run: Callable[[int], None]) -> int:
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
 
 
-def _run_rank(folder: Path, rank: int, worlds: Sequence[int], run: Callable[[int], Any]) -> None:
+def run_own_cases(folder: Path, rank: int, worlds: Sequence[int], run: Callable[[int], Any]) -> None:
+    """Run those of the cases that have this rank, as `run_cases` says."""
     import torch.distributed as dist
 
     for index, world in enumerate(worlds):

@@ -17,7 +17,7 @@ from bapipe.schedule.actions import Schedule
 from bapipe.schedule.files import ScheduleFile
 from bapipe.schedule.orders import capped, make_schedule, with_update
 
-__all__ = ["ROOT", "SMALL", "caps_of", "fragile_plan", "make_plan", "small_plan", "tiny_profile"]
+__all__ = ["CPU", "ROOT", "SMALL", "caps_of", "fragile_plan", "make_plan", "small_plan", "tiny_profile"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = AcceleratorType(

@@ -41,7 +41,7 @@ TIED = PipeDreamCase(model="whole", stages=4, microbatches=2, optimizer="momentu
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("pipedream")
     write_cases((*CASES, TIED), folder / "cases.json")
-    start(HERE / "pipedream_worker.py", folder, seconds=500)
+    start(HERE / "pipedream_worker.py", folder, seconds=1500)
     cases = (*CASES, TIED)
     ranks = read_results(folder, [case.stages for case in cases])
     found = {case.name: items for case, items in zip(cases, ranks, strict=True)}

@@ -75,7 +75,7 @@ class Crew:
         for rank in ranks:
             self.connections[rank].send(None)
         for rank in ranks:
-            self.processes[rank].join(30)
+            self.processes[rank].join(PATIENCE)
         return [self.processes[rank].exitcode for rank in ranks]
 
     def end(self) -> None:
@@ -134,7 +134,7 @@ def test_a_wire_that_waits_holds_up_no_other(crew: Crew) -> None:
 
 
 def test_a_peer_that_is_late_is_named(crew: Crew) -> None:
-    _, second, _ = crew.run("late", timeout=1.5)
+    _, second, _ = crew.run("late", timeout=3.0)
     assert [said["peer"] for said in second["found"]] == [0, 0, 2]
     assert all(said["late"] for said in second["found"])
     assert second["found"][0]["text"] == "rank 0 did not answer in time"

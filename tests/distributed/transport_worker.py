@@ -319,6 +319,8 @@ def made(name: str, device: torch.device, timeout: float) -> Transport:
 
 def run_case(name: str, rank: int, device: torch.device, case: str, timeout: float) -> Fact:
     before = memory(device)
+    # The transport's own timeout may be short: it is for the case, not for a rank that is slow to begin.
+    with_all_ranks()
     transport = made(name, device, timeout)
     try:
         fact = CASES[case](Here(name, rank, device, transport))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing import Captured, Stage, capture
-from bapipe.torch.capturing.linearise import correct_states
+from bapipe.torch.capturing.clean import correct_states
 from bapipe.torch.zoo.gnmt import build_gnmt
 from bapipe.torch.zoo.gpt import build_gpt
 from bapipe.torch.zoo.resnet import build_resnet50

@@ -18,7 +18,7 @@ from bapipe.profile import read_profile, write_profile
 from bapipe.recalibrate import predict_again
 from bapipe.run_record import write_run
 from made_profiles import made_cluster, made_profile
-from made_runs import made_run
+from made_runs import made_run, stretched
 
 
 def bapipe(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -39,17 +39,9 @@ def _written(folder: Path, *, slower: float = 2.0) -> Plan:
     profile = made_profile({"x": [1.0] * 8}, boundary=[0.25] * 8)
     cluster = made_cluster({"x": 2}, bandwidth=1.0)
     plan = make_plan(explore(profile, cluster, Request(minibatch=8, microbatch=1, stages=2, schedule="1f1b-sno")))
-    timeline = plan_timeline(plan)
-    transfers = timeline.transfers
-    stretched = replace(
-        timeline,
-        start=timeline.start * slower,
-        end=timeline.end * slower,
-        transfers=replace(transfers, start=transfers.start * slower, arrival=transfers.arrival * slower),
-    )
     write_profile(profile, folder / "profile.json")
     write_plan(plan, folder / "plan.json")
-    write_run(made_run(plan, stretched), folder / "run.json")
+    write_run(made_run(plan, stretched(plan_timeline(plan), slower)), folder / "run.json")
     return plan
 
 

@@ -21,7 +21,7 @@ from bapipe.run_record import EventRecord, RunRecord, StepRecord
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.files import ScheduleFile
 from bapipe.schedule.orders import capped, interleaved, make_schedule, with_recompute, with_update
-from made_runs import made_run
+from made_runs import made_run, stretched
 
 
 def _plan(
@@ -97,15 +97,7 @@ def _plan(
 
 def _record(plan: Plan, *, slower: float = 1.0, outside: float = 0.0) -> RunRecord:
     """A run of what the simulator says of the plan, so many times slower."""
-    timeline = plan_timeline(plan)
-    transfers = timeline.transfers
-    stretched = replace(
-        timeline,
-        start=timeline.start * slower,
-        end=timeline.end * slower,
-        transfers=replace(transfers, start=transfers.start * slower, arrival=transfers.arrival * slower),
-    )
-    return made_run(plan, stretched, outside=outside)
+    return made_run(plan, stretched(plan_timeline(plan), slower), outside=outside)
 
 
 def test_a_run_as_predicted_has_no_error() -> None:

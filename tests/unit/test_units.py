@@ -11,6 +11,7 @@ from bapipe.units import (
     format_bandwidth,
     format_bytes,
     format_seconds,
+    format_throughput,
     parse_bandwidth,
     parse_bytes,
     parse_flops,
@@ -94,6 +95,14 @@ def test_formats() -> None:
     assert format_seconds(0.99996) == "1 s"
     assert format_seconds(2000) == "2000 s"
     assert format_seconds(3e-8) == "30 ns"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1.5, "1.5"), (926.84, "926.8"), (9999.4, "9999"), (9999.6, "10,000"), (20441.3, "20,440")],
+)
+def test_throughput_has_four_digits_and_no_exponent(value: float, text: str) -> None:
+    assert format_throughput(value) == text
 
 
 @pytest.mark.parametrize("value", [1.0, 1500.0, 2.5e6, 16e9, 3e12])

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
 from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError, InfeasibleError, nearest
@@ -89,28 +90,8 @@ def _plan(model: str, cluster: Cluster, request: Request, options: dict[str, Any
 
 
 def _summary(plan: Plan, options: dict[str, Any]) -> dict[str, Any]:
-    values = {
-        "kind": plan.kind,
-        "schedule": plan.schedule.name,
-        "microbatch_size": plan.microbatch_size,
-        "microbatches": plan.microbatches,
-        "minibatch": plan.minibatch,
-        "stages": [dataclasses.asdict(stage) for stage in plan.stages],
-        "time": plan.prediction.time,
-        "throughput": plan.prediction.throughput,
-        "lower_bound": plan.prediction.lower_bound,
-        "gap": plan.prediction.gap,
-        "bubble": plan.prediction.bubble,
-        "source": plan.prediction.source,
-        "strategy": plan.strategy,
-        "model": plan.model.name,
-        "rivals": [dataclasses.asdict(rival) for rival in plan.rivals],
-        "notes": list(plan.notes),
-        "deployment": dataclasses.asdict(plan.deployment) if plan.deployment else None,
-    }
-    if options["dataset_size"]:
-        values["epoch_time"] = options["dataset_size"] / plan.prediction.throughput
-    return values
+    deployment = dataclasses.asdict(plan.deployment) if plan.deployment else None
+    return {**flat_plan(plan, dataset_size=options["dataset_size"]), "deployment": deployment}
 
 
 def _compare(model: str, cluster: Cluster, request: Request, options: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from bapipe.engine import Engine, numba_available
 from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.partition.exact_fill import choices
 from bapipe.partition.exact_infeasible import explain
 from bapipe.partition.exact_kernels import Backend
 from bapipe.partition.exact_problem import (
@@ -32,7 +33,7 @@ from bapipe.partition.exact_problem import (
     score,
 )
 from bapipe.partition.exact_search import Outcome, least_steady, least_time
-from bapipe.partition.exact_tables import Tables, choices, prepare
+from bapipe.partition.exact_tables import Tables, prepare
 
 __all__ = [
     "MAX_STATES",

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.partition.exact_tables import Found, Relaxed, Tables, Windows, relaxed
+from bapipe.partition.exact_fill import Found, Relaxed, relaxed
+from bapipe.partition.exact_tables import Tables
+from bapipe.partition.exact_windows import Windows
 
 __all__ = ["ROUNDING", "Raised", "raise_bound"]
 

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from bapipe.partition.exact_fill import choices
 from bapipe.partition.exact_problem import Problem, score
 from bapipe.partition.exact_search import least_steady
-from bapipe.partition.exact_tables import Tables, choices, feasible, reach
+from bapipe.partition.exact_tables import Tables, reach
+from bapipe.partition.exact_windows import feasible
 
 __all__ = ["explain"]
 

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.partition.exact_dual import ROUNDING, raise_bound
-from bapipe.partition.exact_tables import Found, Tables, bound, bracket, exact
+from bapipe.partition.exact_fill import Found, exact
+from bapipe.partition.exact_tables import Tables
+from bapipe.partition.exact_windows import bound, bracket
 
 __all__ = ["MAX_TABLE", "Outcome", "least_steady", "least_time"]
 
@@ -181,14 +183,8 @@ def least_steady(tables: Tables, *, max_states: int) -> Outcome:
     floor = low
     while best.steady - low > ROUNDING * best.steady:
         middle = low + (best.steady - low) / 2
-        least = _least_fill(
-            tables,
-            steady=middle,
-            update=math.inf,
-            charges=least.charges,
-            cutoff=math.inf,
-            max_states=max_states - states,
-        )
+        left = max_states - states
+        least = _least_fill(tables, steady=middle, charges=least.charges, max_states=left)
         states += least.states
         if least.found is None:
             low = middle
@@ -199,7 +195,6 @@ def least_steady(tables: Tables, *, max_states: int) -> Outcome:
     last = _least_fill(
         tables,
         steady=best.steady,
-        update=math.inf,
         charges=least.charges,
         cutoff=best.fill * (1 + ROUNDING),
         max_states=max_states - states,
@@ -219,14 +214,7 @@ def _first_plan(tables: Tables, steady: float, *, max_states: int) -> _Least:
     states = 0
     for factor in (1.0, 1.02, 1.1, 1.5, 3.0, math.inf):
         limit = tables.most_steady if factor == math.inf else min(steady * factor, tables.most_steady)
-        least = _least_fill(
-            tables,
-            steady=limit,
-            update=math.inf,
-            charges=least.charges,
-            cutoff=math.inf,
-            max_states=max_states - states,
-        )
+        least = _least_fill(tables, steady=limit, charges=least.charges, max_states=max_states - states)
         states += least.states
         if least.found is not None:
             break
@@ -234,7 +222,13 @@ def _first_plan(tables: Tables, steady: float, *, max_states: int) -> _Least:
 
 
 def _least_fill(
-    tables: Tables, *, steady: float, update: float, charges: Floats, cutoff: float, max_states: int
+    tables: Tables,
+    *,
+    steady: float,
+    charges: Floats,
+    max_states: int,
+    update: float = math.inf,
+    cutoff: float = math.inf,
 ) -> _Least:
     """Return the least Φ of plans with B ≤ steady and Ω ≤ update, so far as it is under the cutoff."""
     area = bound(tables, steady=steady, update=update)

@@ -33,6 +33,9 @@ __all__ = [
     "trace_of",
 ]
 
+_SCRIPTS = ("data", "values", "picture", "view", "page")
+"""each uses names of those before it"""
+
 
 def make_subject(
     plan: Plan,
@@ -86,8 +89,9 @@ def page_style() -> str:
 
 
 def page_script() -> str:
-    """What draws timelines: `bapipe.mount(document, data)` with the data of `page_data`."""
-    return _asset("page.js")
+    """What draws timelines: `bapipe.mount(document, data)` with the data of `page_data`. The one name it takes."""
+    parts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    return f'"use strict";\nconst bapipe = (() => {{\n{parts}\nreturn api;\n}})();\n'
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:

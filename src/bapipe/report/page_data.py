@@ -24,7 +24,7 @@ _TICKS = 2**32 - 1
 
 
 def page_data(timelines: Mapping[str, Timeline], *, unit: str | None = "s") -> dict[str, Any]:
-    """All that page.js needs: the timelines by name, and how kinds look. Plain values that JSON holds."""
+    """What the page's script needs: the timelines by name, and how kinds look. Plain values that JSON holds."""
     return {
         "unit": unit,
         "kinds": kinds_data(),

@@ -22,6 +22,7 @@ from bapipe.report.layer_view import LayerView
 from bapipe.report.memory_view import MemoryView
 from bapipe.report.plan_table import answer
 from bapipe.timeline import Timeline
+from bapipe.units import format_throughput
 
 __all__ = ["MOST_ROWS", "Subject", "charts_of", "sections_html", "why_not_the_others"]
 
@@ -71,7 +72,7 @@ def why_not_the_others(plan: Plan) -> str:
 
 
 def sections_html(subject: Subject) -> str:
-    """All sections in order; the timeline's canvas is empty until page.js draws it."""
+    """All sections in order; the timeline's canvas is empty until the page's script draws it."""
     charts = {chart.name: chart for chart in charts_of(subject)}
     parts = [
         _head(subject),
@@ -90,10 +91,11 @@ def sections_html(subject: Subject) -> str:
 
 def _head(subject: Subject) -> str:
     plan, prediction = subject.plan, subject.plan.prediction
+    throughput, unit = prediction.throughput, ' <span class="unit">samples/s</span>'
     sentence = answer(plan).removeprefix(f"{plan.model.name}: ")
     tiles = [
         ("time per mini-batch", "time", seconds(prediction.time)),
-        ("throughput", "throughput", figure(prediction.throughput, f"{prediction.throughput:.4g} samples/s")),
+        ("throughput", "throughput", figure(throughput, format_throughput(throughput)) + unit),
         ("over the lower bound", "gap", share(prediction.gap)),
         ("lower bound", "lower_bound", seconds(prediction.lower_bound)),
         ("bubble", "bubble", share(prediction.bubble)),
@@ -140,11 +142,26 @@ def _timeline(subject: Subject) -> str:
         '<p class="soft" id="merged" hidden>Actions too narrow to be seen are merged: heights are shares of the '
         "time. Zoom in to see each.</p>",
         '<p class="soft" id="timeline-keys">Drag to pan, Ctrl and wheel or pinch to zoom, click to follow a '
-        "micro-batch. Keys: <kbd>←</kbd> <kbd>→</kbd> pan, <kbd>+</kbd> <kbd>−</kbd> zoom, <kbd>0</kbd> whole, "
-        "<kbd>↑</kbd> <kbd>↓</kbd> rank, <kbd>,</kbd> <kbd>.</kbd> previous and next action, <kbd>Esc</kbd> "
-        "clear.</p>",
+        f"micro-batch. Keys: {_keys()}.</p>",
         "<noscript><p>The timeline needs JavaScript; everything else is here.</p></noscript>",
     )
+
+
+def _keys() -> str:
+    """The timeline's keys and what they do; no line breaks within one."""
+    keys = (
+        ("← →", "pan"),
+        ("+ −", "zoom"),
+        ("0", "whole"),
+        ("↑ ↓", "rank"),
+        (", .", "previous and next action"),
+        ("Esc", "clear"),
+    )
+    shown = []
+    for pressed, done in keys:
+        caps = " ".join(f"<kbd>{key}</kbd>" for key in pressed.split())
+        shown.append(f'<span class="whole">{caps} {done}</span>')
+    return ", ".join(shown)
 
 
 def _layer_range(stage: PlanStage) -> str:
@@ -179,7 +196,7 @@ def _balance(subject: Subject, chart: Chart) -> str:
     headers = ["stage", "on", "layers", "forward", "backward", "live", "busy", "waits"]
     words = (
         f"Stage {slowest} is the slowest; the stages' mean is {balance.mean_over_slowest:.1%} of it, "
-        "where 100 % is perfect balance."
+        "where 100% is perfect balance."
     )
     return section(
         "balance", "Stage balance", f"<p>{words}</p>", picture(chart), table("stages", headers, rows, words=3)

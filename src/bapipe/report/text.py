@@ -89,7 +89,7 @@ def render_text(
     lines.extend(_axis(low, high, unit, columns, width, gutter))
     lines.extend(_wrapped(_legend(timeline, cells.owner), width))
     shortest = float((timeline.end - timeline.start)[takes_time].min())
-    footer = _footer(timeline, unit, (high - low) / columns, shortest)
+    footer = _footer(timeline, unit, (high - low) / columns, shortest, width)
     lines.extend(_wrapped([[(item, None)] for item in footer], width, ", "))
     return _text(lines, width, color)
 
@@ -176,12 +176,15 @@ def _legend(timeline: Timeline, owner: np.ndarray) -> Iterable[list[Piece]]:
         yield [("~", None), (" waiting for a transfer", None)]
 
 
-def _footer(timeline: Timeline, unit: str | None, column: float, shortest: float) -> Iterable[str]:
+def _footer(timeline: Timeline, unit: str | None, column: float, shortest: float, width: int) -> Iterable[str]:
     yield f"{'time' if timeline.period is None else 'steady time'} {format_time(timeline.time, unit)}"
     yield f"bubble {timeline.bubble:.1%}".replace("%", " %")
-    yield f"one column {format_time(column, unit)}"
+    items = [f"one column {format_time(column, unit)}"]
     if shortest < column:
-        yield "each showing what takes most of it"
+        items.append("each showing what takes most of it")
+    # The last goes on from the one before it, so they share a line where they can.
+    whole = ", ".join(items)
+    yield from [whole] if len(whole) <= width else items
 
 
 def _wrapped(items: Iterable[list[Piece]], width: int, between: str = "   ") -> Iterable[list[Piece]]:

@@ -25,7 +25,7 @@ from bapipe.report.plan_table import answer as answer_words
 from bapipe.report.plan_table import stage_layers
 from bapipe.report.sections import Subject, sections_html
 from bapipe.serve.question import MOST_ACCELERATORS, Question, command_line, query_values
-from bapipe.units import format_bytes, format_seconds
+from bapipe.units import format_bytes, format_seconds, format_throughput
 
 __all__ = ["MOST_ACTIONS", "Found", "answer_parts", "draft_question", "plan_question"]
 
@@ -160,7 +160,7 @@ def _figures(plan: Plan) -> list[dict[str, Any]]:
     memory = max(stage.memory_bytes for stage in plan.stages)
     numbers: list[tuple[str, str, float, str, str | None]] = [
         ("time", "time per mini-batch", prediction.time, format_seconds(prediction.time), "less"),
-        ("throughput", "samples/s", prediction.throughput, f"{prediction.throughput:.4g}", "more"),
+        ("throughput", "samples/s", prediction.throughput, format_throughput(prediction.throughput), "more"),
         ("gap", "over the lower bound", prediction.gap, f"{prediction.gap:.1%}", "less"),
         ("lower_bound", "lower bound", prediction.lower_bound, format_seconds(prediction.lower_bound), None),
         ("bubble", "bubble", prediction.bubble, f"{prediction.bubble:.1%}", "less"),

@@ -123,6 +123,15 @@ def _check(image: int, classes: int, *, smallest: int) -> None:
         raise BaPipeError(f"classes must be at least 1, got {classes}; raise it")
 
 
+def _classifier(inputs: int, classes: int) -> list[Layer]:
+    """The three linear layers that VGG and AlexNet end with."""
+    return [
+        _linear("fc6", inputs, 4096),
+        _linear("fc7", 4096, 4096),
+        _linear("fc8", 4096, classes, last=True),
+    ]
+
+
 def vgg16(*, image: int = 224, classes: int = 1000) -> Model:
     """VGG-16 (configuration D): 13 convolutions and 3 linear layers; 138 357 544 parameters for 1000 classes.
 
@@ -136,11 +145,7 @@ def vgg16(*, image: int = 224, classes: int = 1000) -> Model:
             pool = _Pool(kernel=2, stride=2) if index == count else None
             layer, shape = _conv(f"conv{stage}_{index}", shape, channels, 3, padding=1, pool=pool)
             layers.append(layer)
-    layers += [
-        _linear("fc6", 512 * 49, 4096),
-        _linear("fc7", 4096, 4096),
-        _linear("fc8", 4096, classes, last=True),
-    ]
+    layers += _classifier(512 * 49, classes)
     return Model(
         name="vgg16",
         layers=tuple(layers),
@@ -166,11 +171,7 @@ def alexnet(*, image: int = 224, classes: int = 1000) -> Model:
             name, shape, channels, kernel, stride=stride, padding=padding, pool=pool if pooled else None
         )
         layers.append(layer)
-    layers += [
-        _linear("fc6", 256 * 36, 4096),
-        _linear("fc7", 4096, 4096),
-        _linear("fc8", 4096, classes, last=True),
-    ]
+    layers += _classifier(256 * 36, classes)
     return Model(
         name="alexnet",
         layers=tuple(layers),

@@ -57,6 +57,44 @@ def _layer(name: str, kind: str, half: _Half, *, width: int, sequence: int, caus
     )
 
 
+def _blocks(count: int, attention: _Half, mlp: _Half, *, width: int, sequence: int, causal: bool) -> list[Layer]:
+    halves = (("attention", attention), ("mlp", mlp))
+    return [
+        _layer(f"block-{index}.{kind}", kind, half, width=width, sequence=sequence, causal=causal)
+        for index in range(count)
+        for kind, half in halves
+    ]
+
+
+def _gelu_halves(width: int, heads: int, *, products: int, kernels: int) -> tuple[_Half, _Half]:
+    """Attention and MLP of a block with biases, layer norms, dropout and a GELU four times as wide.
+
+    `products` are those of attention, over the width; `kernels` its matrix products.
+    """
+    d = width
+    attention = _Half(
+        weights=4 * d * d,
+        other=4 * d + 2 * d,
+        # input, norm's input or output, qkv, attention's output and its contiguous copy, mask
+        stash=7 * d + _MASK * d + heads,
+        products=products * d,
+        # norm 2, copies of the heads 2, dropout 2.25, residual sum 3
+        elementwise=(9 + _MASK) * d,
+        kernels=kernels,
+        pairs=d,
+    )
+    mlp = _Half(
+        weights=8 * d * d,
+        other=5 * d + 2 * d,
+        stash=(10 + _MASK) * d,
+        products=10 * d,
+        # norm 2, GELU 8, dropout 2.25, residual sum 3
+        elementwise=(15 + _MASK) * d,
+        kernels=2,
+    )
+    return attention, mlp
+
+
 def _embedding(width: int, entries: int, other: int, *, sequence: int, keeps: float, passes: float) -> Layer:
     """`keeps`: elements per token that autograd holds besides the tokens; `passes` over the width."""
     size = width * sequence
@@ -117,34 +155,11 @@ def gpt2(*, name: str, width: int, blocks: int, heads: int, sequence: int = 1024
     vocabulary, context = 50257, 1024
     _sequence(sequence, longest=context, name=name)
     d = width
-    attention = _Half(
-        weights=4 * d * d,
-        other=4 * d + 2 * d,
-        # norm's input, its output, qkv, attention's output and its contiguous copy, mask
-        stash=7 * d + _MASK * d + heads,
-        products=10 * d,
-        # norm 2, copies of the heads 2, dropout 2.25, residual sum 3
-        elementwise=(9 + _MASK) * d,
-        kernels=4,
-        pairs=d,
-    )
-    mlp = _Half(
-        weights=8 * d * d,
-        other=5 * d + 2 * d,
-        stash=(10 + _MASK) * d,
-        products=10 * d,
-        # norm 2, GELU 8, dropout 2.25, residual sum 3
-        elementwise=(15 + _MASK) * d,
-        kernels=2,
-    )
+    attention, mlp = _gelu_halves(d, heads, products=10, kernels=4)
     layers = [
         _embedding(d, vocabulary + context, 0, sequence=sequence, keeps=_MASK * d, passes=5 + _MASK),
     ]
-    for index in range(blocks):
-        layers += [
-            _layer(f"block-{index}.attention", "attention", attention, width=d, sequence=sequence, causal=True),
-            _layer(f"block-{index}.mlp", "mlp", mlp, width=d, sequence=sequence, causal=True),
-        ]
+    layers += _blocks(blocks, attention, mlp, width=d, sequence=sequence, causal=True)
     layers.append(_norm("norm", d, 2 * d, sequence=sequence))
     layers.append(_head("head", d, vocabulary, sequence=sequence, tied="embedding"))
     return Model(
@@ -171,35 +186,14 @@ def bert(*, name: str, width: int, blocks: int, heads: int, sequence: int = 512,
             f"head must be one of {', '.join(_BERT_HEADS)}, got '{head[:60]}'{nearest(head, _BERT_HEADS)}"
         )
     d = width
-    attention = _Half(
-        weights=4 * d * d,
-        other=4 * d + 2 * d,
-        # input, qkv, attention's output and its contiguous copy, mask, norm's input
-        stash=7 * d + _MASK * d + heads,
-        products=12 * d,
-        elementwise=(9 + _MASK) * d,
-        kernels=6,
-        pairs=d,
-    )
-    mlp = _Half(
-        weights=8 * d * d,
-        other=5 * d + 2 * d,
-        stash=(10 + _MASK) * d,
-        products=10 * d,
-        elementwise=(15 + _MASK) * d,
-        kernels=2,
-    )
+    attention, mlp = _gelu_halves(d, heads, products=12, kernels=6)
     entries = vocabulary + context + 2
     layers = [
         _embedding(
             d, entries, 2 * d, sequence=sequence, keeps=_TOKEN + (1 + _MASK) * d, passes=3 + 3 + 2 + 2 + _MASK
         )
     ]
-    for index in range(blocks):
-        layers += [
-            _layer(f"block-{index}.attention", "attention", attention, width=d, sequence=sequence, causal=False),
-            _layer(f"block-{index}.mlp", "mlp", mlp, width=d, sequence=sequence, causal=False),
-        ]
+    layers += _blocks(blocks, attention, mlp, width=d, sequence=sequence, causal=False)
     if head == "pooler":
         layers.append(
             Layer(
@@ -265,11 +259,7 @@ def llama(
         kernels=3,
     )
     layers = [_embedding(d, vocabulary, 0, sequence=sequence, keeps=0.0, passes=0.0)]
-    for index in range(blocks):
-        layers += [
-            _layer(f"block-{index}.attention", "attention", attention, width=d, sequence=sequence, causal=True),
-            _layer(f"block-{index}.mlp", "mlp", mlp, width=d, sequence=sequence, causal=True),
-        ]
+    layers += _blocks(blocks, attention, mlp, width=d, sequence=sequence, causal=True)
     layers.append(_norm("norm", d, d, sequence=sequence))
     layers.append(_head("head", d, vocabulary, sequence=sequence, tied=None))
     return Model(

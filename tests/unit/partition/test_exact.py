@@ -12,7 +12,7 @@ import pytest
 
 import bapipe.partition.exact as exact
 from bapipe.errors import BaPipeError, InfeasibleError
-from bapipe.partition import exact_tables
+from bapipe.partition import exact_tables, exact_windows
 from bapipe.partition.exact import Choice, Problem, Solution, score, solve
 from bapipe.partition.exact_dual import raise_bound
 from bapipe.partition.exact_kernels import Backend
@@ -179,7 +179,7 @@ def test_charges_without_end_are_noticed() -> None:
         forward=[[1.0, 1.0], [100.0, 100.0]], backward=np.zeros((2, 2)), counts=[1, 1], microbatches=2
     )
     tables = exact_tables.prepare(problem, backend=Backend(compiled=False))
-    area = exact_tables.bound(tables, steady=1.0, update=np.inf)
+    area = exact_windows.bound(tables, steady=1.0, update=np.inf)
     assert area.states > 0
     raised = raise_bound(tables, area, charges=np.zeros(2), target=np.inf)
     assert raised.optimal

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bapipe.evaluate import plan_timeline
 from bapipe.plan import Plan
 from bapipe.report.charts.balance import balance_chart, balance_of
-from bapipe.report.charts.frame import Scale, log_ticks, short
+from bapipe.report.charts.frame import CHARACTER, Scale, log_ticks, short
 from bapipe.report.charts.layers import MOST_COLUMNS, layers_chart, stages_chart
 from bapipe.report.charts.memory import memory_chart
 from bapipe.report.charts.rivals import pareto_front, rivals_chart
@@ -25,6 +25,7 @@ from bapipe.report.page_data import timeline_data
 from bapipe.report.rows import rows_of, waits
 from bapipe.run_record import to_timeline
 from bapipe.schedule.actions import Kind
+from bapipe.units import format_seconds
 from report_plans import SHAPES, planned, run_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -134,6 +135,41 @@ def test_measured_balance_stands_on_the_same_axis() -> None:
         if title is not None and (title.text or "").startswith("stage 0 forward"):
             widths["measured" in (title.text or "")] = float(rect.get("width", 0))
     assert widths[True] == pytest.approx(2 * widths[False], rel=1e-3)
+
+
+@pytest.mark.parametrize("slower", [None, 1.0, 1.04, 2.0])
+def test_no_dashed_line_runs_through_a_bar_s_total(slower: float | None) -> None:
+    plan, _ = planned("straight")
+    predicted = balance_of(plan, plan_timeline(plan))
+    uneven = replace(
+        predicted,
+        parts=tuple(
+            tuple((kind, seconds * factor) for kind, seconds in stage)
+            for stage, factor in zip(predicted.parts, np.linspace(0.8, 1.0, len(predicted.parts)), strict=True)
+        ),
+    )
+    measured = None if slower is None else balance_of(plan, to_timeline(run_of(plan, slower=slower)))
+    root = ElementTree.fromstring(balance_chart(uneven, measured=measured).standalone())
+    dashed = [path for path in root.iter(f"{SVG}path") if path.get("class") in ("limit", "cut")]
+    lines = [float(path.get("d", "").removeprefix("M").split(",")[0]) for path in dashed]
+    assert len(lines) == (1 if measured is None else 2)
+    totals = {format_seconds(total) for balance in (uneven, measured) if balance for total in balance.totals}
+    labels = [text for text in root.iter(f"{SVG}text") if text.get("class") == "soft" and text.text in totals]
+    assert len(labels) == len(plan.stages) * len(lines)
+    for text in labels:
+        start = float(text.get("x", 0))
+        end = start + len(text.text or "") * CHARACTER
+        assert not any(start - 2 < line < end + 2 for line in lines), text.text
+
+
+def test_capacity_is_named_where_it_is_drawn() -> None:
+    plan, _ = planned("straight")
+    timeline = plan_timeline(plan)
+    for capacity, shown in ((1.5, True), (50.0, False)):
+        stages = tuple(replace(s, memory_capacity=s.memory_bytes * capacity) for s in plan.stages)
+        chart = memory_chart(memory_view(replace(plan, stages=stages), timeline), time=timeline.makespan)
+        assert ('class="limit"' in chart.body) is shown
+        assert ("dashed: capacity" in chart.body) is shown
 
 
 @pytest.mark.parametrize("shape", SHAPES)

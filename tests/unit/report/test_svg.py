@@ -6,7 +6,6 @@ import re
 from itertools import pairwise
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from bapipe.errors import BaPipeError
@@ -17,42 +16,15 @@ from bapipe.report.svg import render_svg
 from bapipe.schedule.actions import Kind
 from bapipe.schedule.orders import make_schedule, with_recompute, with_update
 from bapipe.simulate import Costs, simulate
-from bapipe.timeline import Timeline, Transfers
+from bapipe.timeline import Timeline
+from made_timelines import dense, predicted
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def predicted(name: str, num_stages: int, num_microbatches: int, *, transfer: float = 0) -> Timeline:
-    costs = Costs.of(num_stages, forward=1, backward=2, transfer=transfer)
-    if name == "interleaved":
-        costs = costs.split(2)
-    return simulate(make_schedule(name, num_stages, num_microbatches), costs)
 
 
 def replicated() -> Timeline:
     schedule = with_update(with_recompute(make_schedule("1f1b-sno", 3, 6, replicas=[2, 1, 1])))
     return simulate(schedule, Costs.of(3, forward=1, backward=2, transfer=0.5, all_reduce=3, update=1))
-
-
-def of_size(num_ranks: int, num_microbatches: int) -> Timeline:
-    """Every rank runs F and B in turn without a pause."""
-    per_rank = 2 * num_microbatches
-    rank, position = np.repeat(np.arange(num_ranks), per_rank), np.tile(np.arange(per_rank), num_ranks)
-    start, duration = position // 2 * 3.0 + position % 2, 1.0 + position % 2
-    return Timeline(
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        num_microbatches=num_microbatches,
-        kinds=position % 2,
-        stages=rank,
-        microbatches=position // 2,
-        ranks=rank,
-        lanes=np.zeros(len(rank), np.int64),
-        start=start,
-        end=start + duration,
-        work=duration,
-        transfers=Transfers.none(),
-    )
 
 
 def titled(root: ElementTree.Element, tag: str) -> list[tuple[ElementTree.Element, str]]:
@@ -153,7 +125,7 @@ def test_nothing_from_elsewhere() -> None:
 
 
 def test_too_many_actions_are_merged_into_shares() -> None:
-    timeline = of_size(64, 1024)
+    timeline = dense(64, 1024)
     drawn = render_svg(timeline, title="dense")
     root = ElementTree.fromstring(drawn)
     assert len(drawn) < 2_000_000
@@ -191,13 +163,13 @@ def _area(data: str) -> float:
 
 
 def test_an_empty_timeline_is_a_page() -> None:
-    empty = of_size(2, 0)
+    empty = dense(2, 0)
     root = ElementTree.fromstring(render_svg(empty, title="none"))
     assert not titled(root, "rect")
 
 
 def test_many_ranks_get_thin_rows() -> None:
-    root = ElementTree.fromstring(render_svg(of_size(1000, 2)))
+    root = ElementTree.fromstring(render_svg(dense(1000, 2)))
     assert float(root.attrib["height"]) < 9000
 
 

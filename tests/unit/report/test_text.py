@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
-import time
+import re
+import sys
+import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,21 +22,7 @@ from bapipe.schedule.actions import Kind
 from bapipe.schedule.orders import data_parallel, make_schedule, with_recompute, with_update
 from bapipe.simulate import Costs, simulate
 from bapipe.timeline import Timeline, Transfers
-
-
-def predicted(
-    name: str,
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    forward: float = 1,
-    backward: float = 2,
-    transfer: float = 0,
-) -> Timeline:
-    costs = Costs.of(num_stages, forward=forward, backward=backward, transfer=transfer)
-    if name == "interleaved":
-        costs = costs.split(2)
-    return simulate(make_schedule(name, num_stages, num_microbatches), costs)
+from made_timelines import dense, predicted
 
 
 def of_actions(
@@ -57,29 +46,6 @@ def of_actions(
     )
 
 
-def dense(num_ranks: int, num_microbatches: int) -> Timeline:
-    """Every rank runs all its F and B in turn without a pause, each rank a little later than the one before."""
-    per_rank = 2 * num_microbatches
-    rank = np.repeat(np.arange(num_ranks), per_rank)
-    position = np.tile(np.arange(per_rank), num_ranks)
-    start = rank + position // 2 * 3.0 + position % 2
-    duration = 1.0 + position % 2
-    return Timeline(
-        num_ranks=num_ranks,
-        num_stages=num_ranks,
-        num_microbatches=num_microbatches,
-        kinds=position % 2,
-        stages=rank,
-        microbatches=position // 2,
-        ranks=rank,
-        lanes=np.zeros(len(rank), np.int64),
-        start=start,
-        end=start + duration,
-        work=duration,
-        transfers=Transfers.none(),
-    )
-
-
 def drawing(timeline: Timeline, width: int, **options: object) -> str:
     return render_text(timeline, width=width, color=False, **options).plain  # type: ignore[arg-type]
 
@@ -98,7 +64,7 @@ def several() -> dict[str, Timeline]:
     return {
         **{name: predicted(name, 4, 12, forward=1.1, backward=1.7, transfer=0.3) for name in names},
         "replicated": simulate(replicated, uneven),
-        "dense": dense(40, 60),
+        "dense": dense(40, 60, later=1),
     }
 
 
@@ -211,11 +177,11 @@ def test_a_label_without_room_is_its_letter() -> None:
 
 
 def test_middle_ranks_are_left_out() -> None:
-    lines = drawing(dense(64, 2), 80, max_ranks=5).splitlines()
+    lines = drawing(dense(64, 2, later=1), 80, max_ranks=5).splitlines()
     names = [line.split("│")[0].strip() for line in lines[:6]]
     assert names == ["rank 0", "rank 1", "rank 2", "⋮       ⋮ ranks 3–61 not drawn", "rank 62", "rank 63"]
-    assert "not drawn" not in drawing(dense(5, 2), 80, max_ranks=5)
-    assert "⋮ rank 3 not drawn" in drawing(dense(6, 2), 80, max_ranks=5)
+    assert "not drawn" not in drawing(dense(5, 2, later=1), 80, max_ranks=5)
+    assert "⋮ rank 3 not drawn" in drawing(dense(6, 2, later=1), 80, max_ranks=5)
 
 
 def test_the_middle_is_left_out_once_where_ranks_have_two_lanes() -> None:
@@ -248,11 +214,42 @@ def test_colour_codes_only_where_asked(color: bool) -> None:
     assert drawn.plain == drawing(predicted("1f1b-so", 3, 4), 100, title="[red]not markup[/red]\x1b[31m")
 
 
-def test_a_dense_timeline_is_drawn_quickly() -> None:
-    timeline = dense(64, 1024)
-    begin = time.perf_counter()
-    render_text(timeline, width=200, color=True)
-    assert time.perf_counter() - begin < 1.0
+def test_what_goes_on_from_an_item_of_the_footer_shares_its_line() -> None:
+    crowded = dense(8, 300, later=1)
+    wide, narrow, least = (drawing(crowded, width).splitlines() for width in (120, 70, 40))
+    assert wide[-1].startswith("time ")
+    assert narrow[-2].startswith("time ")
+    assert re.fullmatch("one column [0-9.]+, each showing what takes most of it", narrow[-1])
+    assert least[-1] == "each showing what takes most of it"
+
+
+def work(timeline: Timeline) -> tuple[int, int]:
+    """Lines of Python run to draw it, and the most bytes held meanwhile."""
+    lines = 0
+
+    def count(_frame: object, event: str, _argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        render_text(timeline, width=200, color=True)
+    finally:
+        sys.settrace(before)
+    tracemalloc.start()
+    try:
+        render_text(timeline, width=200, color=True)
+        return lines, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_python_does_is_bounded_by_the_screen_and_arrays_are_linear_in_the_actions() -> None:
+    few, many = work(dense(64, 256, later=1)), work(dense(64, 1024, later=1))
+    assert many[0] < 1.5 * few[0]
+    assert many[1] < 1.5 * 4 * few[1]
 
 
 def test_each_cell_shows_what_takes_most_of_it() -> None:

@@ -12,7 +12,7 @@ from served import BAPIPE, serving
 
 
 def refused(*arguments: str) -> str:
-    done = subprocess.run([BAPIPE, "serve", *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([BAPIPE, "serve", *arguments], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     return done.stderr
@@ -45,13 +45,13 @@ def test_without_the_extra(tmp_path: Path) -> None:
         "main()\n"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "bapipe: the page needs two more packages; run: pip install 'bapipe[serve]'\n"
 
 
 def processes(*arguments: str) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", *arguments], capture_output=True, text=True, timeout=60)
+    found = subprocess.run(["ps", "-o", "pid=", *arguments], capture_output=True, text=True, timeout=120)
     return [int(pid) for pid in found.stdout.split()]
 
 
@@ -62,7 +62,7 @@ def test_it_ends_with_all_its_processes() -> None:
         assert running.ask("/api/plan", {"model": "alexnet", "cluster": "1xv100"}).status == 200
         children = processes("--ppid", str(running.process.pid))
         running.process.send_signal(signal.SIGTERM)
-        running.process.wait(timeout=30)
+        running.process.wait(timeout=120)
     assert children
     assert processes("-p", ",".join(map(str, children))) == []
 
@@ -76,4 +76,4 @@ def test_others_are_warned_of() -> None:
             assert process.stdout.readline().startswith("BaPipe plans at http://127.0.0.1:")
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=30)
+            process.wait(timeout=120)

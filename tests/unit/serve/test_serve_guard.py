@@ -41,7 +41,7 @@ def test_a_rebound_name_is_refused(host: str, path: str, served: Served) -> None
 
 
 def test_two_hosts_are_none(served: Served) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=120) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
         assert connection.recv(100).split()[1] in (b"400", b"421")
 
@@ -115,14 +115,14 @@ def test_every_reply_has_the_headers(path: str, served: Served) -> None:
     "line", ["POST /api/plan", "GET /api/plan", "PUT /", "POST /nothing", "GET /files/plan.json"]
 )
 def test_a_large_body_is_refused_before_it_is_read(line: str, served: Served) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=120) as connection:
         head = f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {LARGEST_BODY + 1}\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_a_body_without_a_length_is_refused_where_it_grows(served: Served) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=120) as connection:
         connection.sendall(b"POST /api/plan HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         left = LARGEST_BODY + 1
         while left:  # one byte too many, so that all of it is read before the answer
@@ -138,13 +138,13 @@ def test_a_body_at_the_limit_is_read(served: Served) -> None:
 
 
 def test_long_headers_and_half_requests_end(served: Served) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=120) as connection:
         try:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n")
             found = connection.recv(100)
         except ConnectionError:  # it need not wait for the end of what it refuses
             found = b""
         assert not found or found.split()[1] in (b"400", b"431")
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=120) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: loc")
     assert served.ask("/").status == 200

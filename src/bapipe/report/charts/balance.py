@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,15 +60,17 @@ def balance_chart(predicted: Balance, *, measured: Balance | None = None) -> Cha
     top, bottom = 8.0, 8.0 + count * pitch
     x = Scale(low=0.0, high=longest, start=_LEFT, end=WIDTH - _ROOM)
     parts = [x_axis(x, top=top, bottom=bottom, words=format_seconds)]
+    lines = [x(max(balance.totals)) for balance in both]
+    words = []
     for number in range(count):
         y = top + number * pitch
         parts.append(label(_LEFT - 8, y + pitch / 2 + 2, f"stage {number}", "end"))
         for row, balance in enumerate(both):
             parts.append(_bar(balance, number, x, y + row * thick, thick, measured=row == 1))
-    for balance, words in zip(both, ("slowest", "slowest measured"), strict=False):
-        slowest = max(balance.totals)
-        classes = "limit" if words == "slowest" else "cut"
-        parts.append(f'<path class="{classes}" d="M{x(slowest):.1f},{top:.1f}V{bottom:.1f}"/>')
+            words.append(_words(balance, number, x, y + row * thick, thick, lines))
+    for line, classes in zip(lines, ("limit", "cut"), strict=False):
+        parts.append(f'<path class="{classes}" d="M{line:.1f},{top:.1f}V{bottom:.1f}"/>')
+    parts += words
     kinds = [kind for kind in _KINDS if any(kind in dict(stage) for b in both for stage in b.parts)]
     entries = [(kind.name, f"{kind.name} {LOOKS[kind].name}") for kind in kinds]
     parts.append(legend(entries, x=_LEFT, y=bottom + 34))
@@ -88,13 +91,26 @@ def _bar(balance: Balance, stage: int, x: Scale, y: float, thick: float, *, meas
         title = f"stage {stage} {LOOKS[kind].name}, {when}: {format_seconds(seconds)} per micro-batch"
         width = x(done + seconds) - x(done)
         parts.append(rect(x(done), y, width, thick - 1, f"{kind.name} edge", title))
+        done += seconds
+    if measured:
+        parts.append(rect(x(0), y, x(done) - x(0), thick - 1, "outline"))
+    return "".join(parts)
+
+
+def _words(balance: Balance, stage: int, x: Scale, y: float, thick: float, lines: Sequence[float]) -> str:
+    """What is written in a bar, over any line that crosses it, and behind it, beside the lines."""
+    parts, done = [], 0.0
+    for kind, seconds in balance.parts[stage]:
         words = format_seconds(seconds)
+        width = x(done + seconds) - x(done)
         if thick >= 16 and len(words) * CHARACTER + 6 < width:
             parts.append(rect(x(done) + 3, y + 3, len(words) * CHARACTER + 3, thick - 7, "plate-" + kind.name))
             parts.append(label(x(done) + 5, y + thick / 2 + 3, words, f"on-{kind.name}"))
         done += seconds
-    if measured:
-        parts.append(rect(x(0), y, x(done) - x(0), thick - 1, "outline"))
     if thick >= 10:
-        parts.append(label(x(done) + 5, y + thick / 2 + 3, format_seconds(done), "soft"))
+        words, place = format_seconds(done), x(done) + 5
+        for line in sorted(lines):
+            if place - 2 < line < place + len(words) * CHARACTER + 2:
+                place = line + 5
+        parts.append(label(place, y + thick / 2 + 3, words, "soft"))
     return "".join(parts)

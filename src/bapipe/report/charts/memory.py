@@ -44,7 +44,7 @@ def memory_chart(view: MemoryView, *, time: float) -> Chart:
         ("features", features),
     ]
     parts.append(legend(entries, y=bottom + 12))
-    notes = ["dashed: capacity"]
+    notes = ["dashed: capacity"] if any(0 < rank.capacity <= highest for rank in ranks) else []
     if len(view.ranks) > len(ranks):
         notes.append(f"the {len(ranks)} fullest of {len(view.ranks)} ranks")
     if not view.exact:

@@ -62,7 +62,7 @@ def rivals_chart(plan: Plan) -> Chart:
     if misfits:
         parts.append(label(_MISFITS, _BOTTOM + 14, "does not fit", "bad", "middle"))
     parts.append(label((_LEFT + _RIGHT) / 2, _BOTTOM + 32, "time per mini-batch", "soft", "middle"))
-    parts.append(label(_LEFT - 60, _TOP - 2, "memory", "soft"))
+    parts.append(label(_LEFT - 60, _TOP - 10, "memory", "soft"))
     entries = [("chosen", "0: this plan"), ("rival", "rivals, as numbered in the table")]
     parts.append(legend([*entries, ("misfit", "does not fit")] if misfits else entries, x=_LEFT, y=_BOTTOM + 54))
     note = "line: Pareto front, where less time costs memory; memory is that of the fullest accelerator"

@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.torch.capturing.aliases import Storages, draws_random, input_nodes, region_of, storages
+from bapipe.torch.capturing.clean import clean, correct_states
 from bapipe.torch.capturing.export import Exported
 from bapipe.torch.capturing.flops import Sizes, elements_written, product_flops
+from bapipe.torch.capturing.gradients import nodes_with_gradient
 from bapipe.torch.capturing.opaque import OPAQUE_OP, OpaqueCall
 from bapipe.torch.capturing.private import call_structure, op_name, placeholders, size_at
 
@@ -19,9 +21,7 @@ __all__ = [
     "RECOMPUTE_SHARE",
     "Program",
     "canonical_names",
-    "correct_states",
     "linearise",
-    "name_is_comparison",
 ]
 
 RECOMPUTE_SHARE = 1e-3
@@ -29,15 +29,6 @@ RECOMPUTE_SHARE = 1e-3
 
 RECOMPUTE_ALWAYS = 2**16
 """operations that are too few to ask"""
-
-_ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
-_NO_GRADIENT = frozenset(
-    f"aten.{name}"
-    for name in (
-        "detach", "detach_", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
-        "new_zeros", "new_ones", "new_empty", "new_full", "sign", "floor", "ceil", "round",
-    )
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,7 +82,7 @@ def linearise(exported: Exported, module: nn.Module) -> Program:
     program = exported.program
     graph, owner = program.graph, program.graph_module
     batch = exported.examples.batch
-    _clean(graph, owner)
+    clean(graph, owner)
     correct_states(graph)
 
     def sizes(tensor: Tensor) -> tuple[int, ...]:
@@ -132,7 +123,7 @@ def linearise(exported: Exported, module: nn.Module) -> Program:
     users = _users(graph, kinds, position)
     calls = {node: exported.calls[str(node.args[1])] for node in steps if op_name(node.target) == OPAQUE_OP}
     in_spec, out_spec = call_structure(program)
-    gradients = _gradients(graph, kinds, module, state, calls, found)
+    gradients = nodes_with_gradient(graph, kinds, module, state, calls, found)
     return Program(
         graph=graph,
         owner=owner,
@@ -178,46 +169,6 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
     for name, tensor in named:
         names[name] = first.setdefault(id(tensor), name)
     return names
-
-
-def _clean(graph: fx.Graph, owner: nn.Module) -> None:
-    """Erase run-time assertions, here and in regions, and nodes without effect."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "get_attr" and isinstance(region := getattr(owner, str(node.target), None), fx.GraphModule):
-            _clean(region.graph, region)
-            region.recompile()
-        if node.op != "call_function":
-            continue
-        name = op_name(node.target)
-        if any(name.endswith(assertion) or f".{assertion}" in name for assertion in _ASSERTIONS):
-            if not node.users:
-                graph.erase_node(node)
-        elif name in ("operator.getitem", "aten.sym_size") and not node.users:
-            graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):
-        pure = node.op == "call_function" and name_is_comparison(op_name(node.target))
-        if pure and not node.users:
-            graph.erase_node(node)
-
-
-def correct_states(graph: fx.Graph) -> None:
-    """Give the states that an LSTM returns the shape of those it takes.
-
-    Traced for inference with oneDNN, torch 2.11 adds a dimension to them, which no kernel returns.
-    """
-    for node in graph.nodes:
-        if op_name(node.target) != "aten.lstm" or not isinstance(node.args[1], (list, tuple)):
-            continue
-        taken = [item.meta["val"] for item in node.args[1]]
-        node.meta["val"] = (node.meta["val"][0], *taken)
-        for user in node.users:
-            if op_name(user.target) == "operator.getitem" and user.args[1]:
-                user.meta["val"] = taken[user.args[1] - 1]
-
-
-def name_is_comparison(name: str) -> bool:
-    """Whether a node only compares sizes, for an assertion that is gone."""
-    return name in tuple(f"operator.{item}" for item in ("ge", "le", "gt", "lt", "eq", "ne", "and_", "or_"))
 
 
 def _same_state(found: Storages, state: dict[fx.Node, str]) -> None:
@@ -354,55 +305,3 @@ def _locks(
         whole.setdefault(call.path, []).append(position[node])
     for path, places in whole.items():
         yield min(places), max(places), f"'{path}' is kept whole"
-
-
-def _gradients(
-    graph: fx.Graph,
-    kinds: dict[fx.Node, str],
-    module: nn.Module,
-    state: dict[fx.Node, str],
-    calls: dict[fx.Node, OpaqueCall],
-    storages: Storages,
-) -> frozenset[fx.Node]:
-    """Nodes with a gradient; a tensor that such a value is written into has one too, in all its views."""
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    found: set[fx.Node] = set()
-    written: set[fx.Node] = set()
-
-    def depends(node: fx.Node) -> bool:
-        inputs = input_nodes((node.args, node.kwargs))
-        return any(item in found or not written.isdisjoint(storages.bases[item]) for item in inputs)
-
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if kinds.get(node) == "parameter":
-            has = state[node] in trained
-        elif kinds.get(node) == "input":
-            has = isinstance(value, Tensor) and value.requires_grad
-        elif node.op != "call_function" or op_name(node.target) in _NO_GRADIENT or _without_grad(node):
-            has = False
-        else:
-            has = _differentiable(value) and depends(node)
-            if has:
-                written |= storages.writes.get(node, frozenset())
-            if node in calls:
-                own = (f"{calls[node].path}.{name}" for name, _ in _own_parameters(module, calls[node].path))
-                has = has or any(name in trained for name in own)
-        if has:
-            found.add(node)
-    views = (node for node in graph.nodes if _differentiable(node.meta.get("val")))
-    return frozenset(found | {node for node in views if not written.isdisjoint(storages.bases[node])})
-
-
-def _own_parameters(module: nn.Module, path: str) -> list[tuple[str, nn.Parameter]]:
-    return list(module.get_submodule(path).named_parameters())
-
-
-def _without_grad(node: fx.Node) -> bool:
-    return op_name(node.target).endswith("wrap_with_set_grad_enabled") and node.args[0] is False
-
-
-def _differentiable(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.is_floating_point() or value.is_complex()
-    return isinstance(value, (list, tuple)) and any(_differentiable(item) for item in value)

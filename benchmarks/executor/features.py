@@ -47,10 +47,6 @@ ROOT = Path(__file__).resolve().parents[2]
 Work = Callable[[], None]
 
 
-def _nothing() -> None:
-    """What is done before a thing that needs no preparation."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -149,8 +145,8 @@ class _Bench:
         ]
         self.optimizer = torch.optim.SGD(self.stage.parameters(), lr=1e-6, momentum=0.9)
 
-    def runner(self) -> StageRunner:
-        return StageRunner(0, {self.size: self.stage}, sizes=(self.size,))
+    def runner(self, *, parted: bool = False) -> StageRunner:
+        return StageRunner(0, {self.size: self.stage}, sizes=(self.size,), parted=parted)
 
     def forward(self, runner: StageRunner, weights: Mapping[str, Tensor] | None = None) -> None:
         runner.begin(0, (), (), weights=weights)
@@ -165,19 +161,15 @@ class _Bench:
         return sum(item.numel() * item.element_size() for item in self.stage.parameters())
 
 
-def _compared(
-    title: str, ways: Mapping[str, Work], seconds: float, *, about: str, before: Work = _nothing
-) -> dict[str, Any]:
+def _compared(title: str, ways: Mapping[str, Work], seconds: float, *, about: str) -> dict[str, Any]:
     """Times of several ways to do a thing, in turn, and of each over the first one's in the same round.
 
-    The order changes from round to round; both ranks start a round together. What is done `before` each is not
-    counted.
+    The order changes from round to round; both ranks start a round together.
     """
     names = list(ways)
     times: dict[str, list[float]] = {name: [] for name in names}
     work_times: dict[str, list[float]] = {name: [] for name in names}
     for work in ways.values():
-        before()
         work()
     end = time.perf_counter() + seconds
     for turn in itertools.count():
@@ -187,7 +179,6 @@ def _compared(
             break
         for position in range(len(names)):
             name = names[(turn + position) % len(names)]
-            before()
             dist.barrier()
             start, worked = time.perf_counter(), time.process_time()
             ways[name]()
@@ -215,25 +206,26 @@ def _ratio(taken: Sequence[float], first: Sequence[float]) -> Summary:
 
 
 def _split_backward(name: str, captured: Captured, first: int, last: int, seconds: float) -> dict[str, Any]:
-    """B against I and W."""
+    """B against I and W; with the forward, which watches what is saved where the backward is in two parts."""
     bench = _Bench(captured, first, last)
-    runner = bench.runner()
+    at_once, in_two = bench.runner(), bench.runner(parted=True)
 
     def whole() -> None:
-        runner.backward(0, bench.errors)
-        runner.end()
+        bench.forward(at_once)
+        at_once.backward(0, bench.errors)
+        at_once.end()
 
     def parted() -> None:
-        runner.input_gradient(0, bench.errors)
-        runner.weight_gradient(0)
-        runner.end()
+        bench.forward(in_two)
+        in_two.input_gradient(0, bench.errors)
+        in_two.weight_gradient(0)
+        in_two.end()
 
     return _compared(
-        f"{name}: the backward of a micro-batch, at once or in two parts",
-        {"B": whole, "I + W": parted},
+        f"{name}: a micro-batch with its backward at once or in two parts",
+        {"F + B": whole, "F + I + W": parted},
         seconds,
         about=f"{format_bytes(bench.weight_bytes)} of weights, micro-batch {bench.size}",
-        before=lambda: bench.forward(runner),
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bapipe.torch.measure import Measurement, agreement, predicted_peak, read_measurement
-from bapipe.torch.measure.assemble import parts, spread
+from bapipe.torch.measure.assemble import spread
+from bapipe.torch.measure.layer_times import parts
 
 __all__ = ["accuracy_tables"]
 

@@ -50,9 +50,13 @@ class Chain:
     forward: Floats
     backward: Floats
     weight_gradient: Floats
+    parting: Floats
+    """seconds that the backward takes longer where its weight gradient is put off"""
     update: Floats
     weight_bytes: Floats
     stash: Floats
+    delayed: Floats
+    """bytes per micro-batch that wait for a weight gradient which is put off"""
     boundary_forward: Floats
     """bytes that cross a cut after the unit; 0 after the last"""
     boundary_backward: Floats
@@ -166,9 +170,11 @@ def make_chain(
         forward=np.array([cost.forward[layers] * share for cost in costs]),
         backward=np.array([cost.backward[layers] * share for cost in costs]),
         weight_gradient=np.array([cost.weight_gradient[layers] * share for cost in costs]),
+        parting=np.array([cost.parting[layers] * share for cost in costs]),
         update=np.array([cost.update[layers] * share for cost in costs]),
         weight_bytes=profile.weight_bytes[layers] * share,
         stash=np.max([cost.stash for cost in costs], axis=0)[layers] * share,
+        delayed=np.max([cost.delayed for cost in costs], axis=0)[layers] * share,
         boundary_forward=boundary_forward,
         boundary_backward=boundary_backward,
         input_bytes=np.where(begun > 0, forward_in[layers] + begun * forward_out[layers], forward_in[layers]),

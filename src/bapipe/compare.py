@@ -244,7 +244,8 @@ class _Figures:
                 predicted=sum(pair.predicted for pair in parts), measured=sum(pair.measured for pair in parts)
             ),
             recompute=self._mean(stage, rank, (Kind.R,)),
-            input_gradient=whole[0] if split else None,
+            # A first stage has none to speak of: it sends no error on.
+            input_gradient=whole[0] if split and parts[0].predicted > 0 else None,
             weight_gradient=whole[1] if split else None,
             all_reduce=self._pair([_all_reduce(timeline, stage, rank) for timeline in self._both]),
             update=self._pair([_updates(timeline, rank) for timeline in self._both]),

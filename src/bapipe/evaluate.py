@@ -30,6 +30,7 @@ __all__ = [
     "all_reduce_time",
     "evaluate",
     "network_of",
+    "parting_time",
     "plan_timeline",
     "shared_sums",
 ]
@@ -187,7 +188,7 @@ def _divided(candidate: Candidate) -> list[set[int]]:
 
 def _stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
     chain, cluster = candidate.chain, hardware.cluster
-    forward, backward, weight, update, reduce = [], [], [], [], []
+    forward, backward, weight, parting, update, reduce = [], [], [], [], [], []
     summing = shared_sums(
         chain.profile, cluster, _divided(candidate), [stage.accelerators for stage in candidate.stages]
     )
@@ -196,7 +197,9 @@ def _stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
         rows = {chain.row(cluster.accelerators[index].type) for index in stage.accelerators}
         forward.append(max(float(chain.forward[row, span].sum() + parts.forward[row]) for row in rows))
         backward.append(max(float(chain.backward[row, span].sum() + parts.backward[row]) for row in rows))
-        weight.append(min(max(float(chain.weight_gradient[row, span].sum()) for row in rows), backward[-1]))
+        own = max(float(chain.weight_gradient[row, span].sum()) for row in rows)
+        weight.append(min(own, backward[-1]) if stage.first else backward[-1])
+        parting.append(parting_time(candidate, hardware, stage))
         update.append(sums + max(float(chain.update[row, span].sum() + parts.update[row]) for row in rows))
         weights = float(chain.weight_bytes[span].sum()) + parts.weights
         seconds = all_reduce_time(cluster, stage.accelerators, weights)
@@ -211,11 +214,23 @@ def _stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
         send_forward=tuple(float(chain.boundary_forward[cut]) for cut in cuts),
         send_backward=tuple(float(chain.boundary_backward[cut]) for cut in cuts),
         input_gradient=tuple(b - w for b, w in zip(backward, weight, strict=True)),
-        weight_gradient=tuple(weight),
+        weight_gradient=tuple(w + more for w, more in zip(weight, parting, strict=True)),
         recompute=tuple(forward),
         all_reduce=tuple(reduce),
         update=tuple(update),
     )
+
+
+def parting_time(candidate: Candidate, hardware: Hardware, stage: StageChoice) -> float:
+    """Seconds that the stage's backward takes longer in two parts.
+
+    None at a first stage: no error goes on from there, and all of its backward is put off as a whole.
+    """
+    chain, cluster = candidate.chain, hardware.cluster
+    if stage.first == 0:
+        return 0.0
+    rows = {chain.row(cluster.accelerators[index].type) for index in stage.accelerators}
+    return max(float(chain.parting[row, stage.first : stage.last + 1].sum()) for row in rows)
 
 
 def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
@@ -275,8 +290,9 @@ def _memory(
         item.weights * (hardware.static_copies() + versions[index] - 1) + item.buffers
         for index, item in enumerate(needed)
     ]
-    stash, kept = [item.stash for item in needed], [item.kept for item in needed]
-    features = timeline.peak_bytes_by_rank(stash, kept)
+    features = timeline.peak_bytes_by_rank(
+        [item.stash for item in needed], [item.kept for item in needed], [item.delayed for item in needed]
+    )
     by_rank = [0.0] * schedule.num_ranks
     for index, ranks in enumerate(schedule.placement):
         for rank in ranks:
@@ -306,7 +322,7 @@ def plan_timeline(plan: Plan) -> Timeline:
         send_forward=tuple(stage.send_forward_bytes for stage in stages[:-1]),
         send_backward=tuple(stage.send_backward_bytes for stage in stages[1:]),
         input_gradient=tuple(stage.backward - part for stage, part in zip(stages, weight, strict=True)),
-        weight_gradient=tuple(weight),
+        weight_gradient=tuple(part + stage.parting for stage, part in zip(stages, weight, strict=True)),
         recompute=tuple(stage.forward for stage in stages),
         all_reduce=tuple(stage.all_reduce for stage in stages),
         update=tuple(stage.update for stage in stages),

@@ -337,6 +337,8 @@ def _scaled(table: CostTable, sizes: tuple[int, ...]) -> CostTable:
         boundary_backward=bytes_(table.boundary_backward),
         stash=bytes_(table.stash),
         weight_gradient=None if table.weight_gradient is None else times(table.weight_gradient),
+        parting=None if table.parting is None else times(table.parting),
+        delayed=None if table.delayed is None else bytes_(table.delayed),
         workspace=None if table.workspace is None else tuple(table.workspace[-1] * size / base for size in sizes),
         layer_workspace=None if table.layer_workspace is None else bytes_(table.layer_workspace),
         not_fitting=(),

@@ -46,7 +46,9 @@ class PlanStage:
     """seconds per micro-batch"""
     backward: float
     weight_gradient: float
-    """seconds of the backward that are the weight gradient"""
+    """seconds of the backward that are the weight gradient; all of it at a first stage, which sends no error on"""
+    parting: float = 0.0
+    """seconds more that it takes where it is put off"""
     update: float = 0.0
     all_reduce: float = 0.0
     send_forward_bytes: float
@@ -63,6 +65,8 @@ class PlanStage:
     """per live micro-batch: what backward keeps, received and sent values included; None: not told"""
     kept_bytes: float | None = None
     """per live micro-batch where the stage recomputes, until it does"""
+    delayed_bytes: float | None = None
+    """per micro-batch from its input gradient to its weight gradient; None: as the stash"""
     buffer_bytes: float | None = None
     """messages under way"""
     workspace_bytes: float | None = None

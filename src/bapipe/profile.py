@@ -61,8 +61,12 @@ class CostTable:
     """bytes that backward keeps alive per micro-batch"""
     update: tuple[float, ...]
     """seconds of the optimizer step, one per layer"""
+    optimizer: str | None = None
+    """which optimizer's; None: not told"""
     weight_gradient: Rows | None = None
     """seconds of the weight gradient alone; None: half of the backward"""
+    parting: Rows | None = None
+    """seconds that the backward takes longer where its weight gradient is put off; None: not measured, counts 0"""
     workspace: tuple[float, ...] | None = None
     """bytes that the largest layer needs for a moment, one per micro-batch size"""
     layer_workspace: Rows | None = None
@@ -73,6 +77,9 @@ class CostTable:
     part_backward: Rows | None = None
     part_stash: Rows | None = None
     """bytes that either part keeps alive per micro-batch beyond its share and the layer's input"""
+    delayed: Rows | None = None
+    """bytes that are kept per micro-batch from the input gradient to a weight gradient that comes later; None: not
+    known, taken as what the whole backward keeps"""
     not_fitting: tuple[int, ...] = ()
     """sizes that ran out of memory when measured"""
 
@@ -85,6 +92,7 @@ class LayerCosts:
     forward: Floats
     backward: Floats
     weight_gradient: Floats
+    parting: Floats
     boundary_forward: Floats
     boundary_backward: Floats
     stash: Floats
@@ -95,6 +103,7 @@ class LayerCosts:
     """0 where it was not measured, as are the two below"""
     part_backward: Floats
     part_stash: Floats
+    delayed: Floats
     source: Source
     interpolated: bool
 
@@ -130,8 +139,8 @@ class Profile:
                 f"{where}: microbatches must be increasing sizes of at least 1, got {list(sizes)[:8]}"
             )
         for field_name in (
-            "forward", "backward", "boundary_forward", "boundary_backward", "stash", "weight_gradient",
-            "layer_workspace", "part_forward", "part_backward", "part_stash",
+            "forward", "backward", "boundary_forward", "boundary_backward", "stash", "weight_gradient", "parting",
+            "layer_workspace", "part_forward", "part_backward", "part_stash", "delayed",
         ):  # fmt: skip
             rows = getattr(table, field_name)
             if rows is None:
@@ -186,6 +195,7 @@ class Profile:
             forward=mixed(table.forward),
             backward=backward,
             weight_gradient=backward / 2 if table.weight_gradient is None else mixed(table.weight_gradient),
+            parting=mixed_or_none(table.parting),
             boundary_forward=mixed(table.boundary_forward),
             boundary_backward=mixed(table.boundary_backward),
             stash=mixed(table.stash),
@@ -197,6 +207,7 @@ class Profile:
             part_forward=mixed_or_none(table.part_forward),
             part_backward=mixed_or_none(table.part_backward),
             part_stash=mixed_or_none(table.part_stash),
+            delayed=mixed(table.stash if table.delayed is None else table.delayed),
             source=table.source,
             interpolated=above != below,
         )

@@ -10,6 +10,8 @@ from bapipe.profile import CostTable, Profile
 
 __all__ = ["merge_profiles"]
 
+Rows = tuple[tuple[float, ...], ...]
+
 
 def merge_profiles(profiles: Sequence[Profile], *, replace_older: bool = False) -> Profile:
     """One profile with the accelerator types of all; a plan may then mix them.
@@ -64,15 +66,27 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
     taken.sort(key=lambda item: item[0])
     sizes = tuple(size for size, _, _ in taken)
 
-    def rows(field: str) -> tuple[tuple[float, ...], ...]:
+    def rows(field: str) -> Rows:
         return tuple(getattr(table, field)[row] for _, table, row in taken)
 
     apart = known.weight_gradient is not None and later.weight_gradient is not None
     weighed = known.workspace is not None and later.workspace is not None
     each = known.layer_workspace is not None and later.layer_workspace is not None
-    divided = all(
-        getattr(table, f"part_{name}") for table in (known, later) for name in ("forward", "backward", "stash")
-    )
+
+    def divided(field: str) -> Rows | None:
+        """Where a table does not know what dividing costs, in proportion to the nearest size that does."""
+        found = {size: getattr(table, field)[row] for size, table, row in taken if getattr(table, field)}
+        if not found:
+            return None
+        nearest = {size: min(found, key=lambda other: (abs(other - size), other)) for size in sizes}
+        return tuple(tuple(value * size / nearest[size] for value in found[nearest[size]]) for size in sizes)
+
+    def waiting() -> Rows | None:
+        """Where a table does not know what waits for weight gradients, what a profile takes for it."""
+        if known.delayed is None and later.delayed is None:
+            return None
+        return tuple((table.delayed or table.stash)[row] for _, table, row in taken)
+
     same = known.description == later.description
     return replace(
         later,
@@ -86,9 +100,12 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         stash=rows("stash"),
         workspace=tuple(_workspace(table)[row] for _, table, row in taken) if weighed else None,
         layer_workspace=rows("layer_workspace") if each else None,
-        part_forward=rows("part_forward") if divided else None,
-        part_backward=rows("part_backward") if divided else None,
-        part_stash=rows("part_stash") if divided else None,
+        parting=divided("parting"),
+        part_forward=divided("part_forward"),
+        part_backward=divided("part_backward"),
+        part_stash=divided("part_stash"),
+        delayed=waiting(),
+        optimizer=later.optimizer if later.optimizer == known.optimizer else None,
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
     )
 

@@ -121,6 +121,7 @@ def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) 
                 forward=max(cost.forward for cost in costs),
                 backward=backward,
                 weight_gradient=min(backward, max(cost.weight_gradient for cost in costs)),
+                parting=max(cost.parting for cost in costs),
                 update=sums + max(cost.update for cost in costs),
             )
         )
@@ -134,6 +135,8 @@ class _StageCosts:
     forward: float
     backward: float
     weight_gradient: float
+    parting: float
+    """beyond the backward, where that is in two parts"""
     update: float
 
 
@@ -159,10 +162,13 @@ def _stage_costs(profile: Profile, stage: PlanStage, accelerator: str, microbatc
     shares, costs = _shares(stage, len(profile.layers)), profile.at(accelerator, microbatch)
     ends = _ends(stage, len(profile.layers))
     whole = np.array([holds_all_weights(layer) for layer in profile.layers]) & (ends > 0)
+    backward = float(shares @ costs.backward + ends @ costs.part_backward)
+    first = stage.first_layer == 0 and not any(part.layer == 0 and part.start > 0 for part in stage.fractions)
     return _StageCosts(
         forward=float(shares @ costs.forward + ends @ costs.part_forward),
-        backward=float(shares @ costs.backward + ends @ costs.part_backward),
-        weight_gradient=float(shares @ costs.weight_gradient),
+        backward=backward,
+        weight_gradient=backward if first else float(shares @ costs.weight_gradient),
+        parting=0.0 if first else float(shares @ costs.parting),
         update=float(np.where(whole, 1.0, shares) @ costs.update),
     )
 
@@ -236,13 +242,14 @@ class _Measured:
                 return 1.0
             return measured / predicted
 
-        backward = ratio(self.backward(stage, accelerator), costs.backward, "backward")
+        more = costs.parting if self._split else 0.0
+        backward = ratio(self.backward(stage, accelerator), costs.backward + more, "backward")
         parts = (backward, backward)
         input_costs = costs.backward - costs.weight_gradient
         if self._split and input_costs > 0 and costs.weight_gradient > 0:
             parts = (
                 ratio(self.seconds(stage, accelerator, Kind.I), input_costs, "input gradient"),
-                ratio(self.seconds(stage, accelerator, Kind.W), costs.weight_gradient, "weight gradient"),
+                ratio(self.seconds(stage, accelerator, Kind.W), costs.weight_gradient + more, "weight gradient"),
             )
         update = self.update(stage, accelerator)
         return Correction(
@@ -316,13 +323,14 @@ def _scaled(
             tuple(i + w for i, w in zip(one, other, strict=True))
             for one, other in zip(inputs, weight, strict=True)
         )
-    parts = table.part_forward, table.part_backward
+    parts, parting = (table.part_forward, table.part_backward), table.parting
     return replace(
         table,
         description=description,
         forward=forward,
         backward=backward,
         weight_gradient=weight,
+        parting=None if parting is None else scaled(parting, factors("weight_gradient")),
         update=update,
         part_forward=None if parts[0] is None else scaled(parts[0], factors("forward")),
         part_backward=None if parts[1] is None else scaled(parts[1], factors("backward")),

@@ -19,6 +19,8 @@ class StageBytes:
     """all of a layer of which it has some time steps"""
     stash: float
     """per live micro-batch: what its backward keeps, what it received for a split layer, and what it sent"""
+    delayed: float
+    """per micro-batch whose weight gradient is put off, from its input gradient on, in place of the stash"""
     kept: float
     """per live micro-batch where the stage recomputes: its input"""
     buffers: float
@@ -45,7 +47,24 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
         stash=float(stash.sum()) + float(chain.resident_input[first]) + sent + more_stash,
+        delayed=_delayed(chain, first, last, float(stash.sum()) + returned),
         kept=float(chain.input_bytes[first]),
         buffers=2 * (received + returned + sent + answered),
         workspace=max(0.0, float(needed.max())),
     )
+
+
+def _delayed(chain: Chain, first: int, last: int, whole: float) -> float:
+    """What waits for weight gradients that are put off; `whole`: all that the backward needs.
+
+    A first stage has no input gradient, so all of its backward is put off. Part of a layer needs all of its input.
+    """
+    if first == 0:
+        return whole
+    found = float(chain.delayed[first : last + 1].sum())
+    begin, end = chain.units[first], chain.units[last]
+    for index, missing in ((first, begin.start / begin.of), (last, 1 - end.stop / end.of)):
+        if missing > 0 and chain.delayed[index] > 0:
+            taken = chain.resident_input if chain.units[index].start > 0 else chain.input_bytes
+            found += missing * float(taken[index])
+    return found

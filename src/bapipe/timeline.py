@@ -165,17 +165,22 @@ class Timeline:
         size = [1.0] * self.num_stages
         return [float(peak) / max(1.0, shares[rank]) for rank, peak in enumerate(self.peak_bytes_by_rank(size))]
 
-    def peak_bytes_by_rank(self, stash: list[float], kept: list[float] | None = None) -> list[float]:
+    def peak_bytes_by_rank(
+        self, stash: list[float], kept: list[float] | None = None, delayed: list[float] | None = None
+    ) -> list[float]:
         """Most bytes of features live on each rank, given each stage's stash per micro-batch.
 
-        A stage that recomputes holds only `kept` (its input) between F and R.
+        A stage that recomputes holds only `kept` (its input) between F and R, and one that does its backward in
+        two parts `delayed` between I and W, by default its stash.
         """
-        times, steps, _, ranks = self._steps(np.asarray(stash, float), kept)
+        times, steps, _, ranks = self._steps(np.asarray(stash, float), kept, delayed)
         return _running_peak(times, steps, ranks, self.num_ranks)
 
-    def bytes_over_time(self, stash: list[float], kept: list[float] | None = None) -> list[tuple[Floats, Floats]]:
+    def bytes_over_time(
+        self, stash: list[float], kept: list[float] | None = None, delayed: list[float] | None = None
+    ) -> list[tuple[Floats, Floats]]:
         """Each rank's (times, bytes): bytes of features live from then on; `peak_bytes_by_rank` is their peak."""
-        times, steps, _, ranks = self._steps(np.asarray(stash, float), kept)
+        times, steps, _, ranks = self._steps(np.asarray(stash, float), kept, delayed)
         order = np.lexsort((steps, times, ranks))
         edges = np.searchsorted(ranks[order], np.arange(self.num_ranks + 1))
         own = [order[low:high] for low, high in pairwise(edges)]
@@ -188,25 +193,28 @@ class Timeline:
         return timeline_html(self)
 
     def _peaks(self, size: Floats) -> list[float]:
-        times, steps, stages, _ = self._steps(size, list(size))
+        times, steps, stages, _ = self._steps(size, list(size), list(size))
         return _running_peak(times, steps, stages, self.num_stages)
 
-    def _steps(self, stash: Floats, kept: list[float] | None) -> tuple[Floats, Floats, Ints, Ints]:
+    def _steps(
+        self, stash: Floats, kept: list[float] | None, delayed: list[float] | None
+    ) -> tuple[Floats, Floats, Ints, Ints]:
         """Every growth and release of live features: times, byte steps, stages and ranks."""
         # Plain numbers, because numpy takes several times longer to compare with a member of an enum.
-        forward, again = int(Kind.F), int(Kind.R)
-        release = int(Kind.W) if (self.kinds == int(Kind.W)).any() else int(Kind.B)
+        forward, again, first, second, whole = (int(kind) for kind in (Kind.F, Kind.R, Kind.I, Kind.W, Kind.B))
+        waiting = stash if delayed is None else np.asarray(delayed, float)
         recomputed = np.zeros(self.num_stages, bool)
         recomputed[self.stages[self.kinds == again]] = True
         held = np.where(recomputed, stash if kept is None else np.asarray(kept, float), stash)
         change = np.zeros((len(Kind), self.num_stages))
-        change[forward], change[again], change[release] = held, stash - held, -stash
+        change[forward], change[again], change[whole] = held, stash - held, -stash
+        change[first], change[second] = waiting - stash, -waiting
         changes = np.zeros(len(Kind), bool)
-        changes[[forward, again, release]] = True
+        changes[[forward, again, whole, first, second]] = True
         # In the order of lanes, which is nearly always that of time.
         own = np.flatnonzero(changes[self.kinds])
         kinds, stages = self.kinds[own], self.stages[own]
-        times = np.where(kinds == release, self.end[own], self.start[own])
+        times = np.where((kinds == forward) | (kinds == again), self.start[own], self.end[own])
         return times, change[kinds, stages], stages, self.ranks[own]
 
 

@@ -334,6 +334,7 @@ def _faster(costs: Profile) -> Profile:
             forward=quicker(table.forward),
             backward=quicker(table.backward),
             weight_gradient=None if table.weight_gradient is None else quicker(table.weight_gradient),
+            parting=None if table.parting is None else quicker(table.parting),
             part_forward=None if table.part_forward is None else quicker(table.part_forward),
             part_backward=None if table.part_backward is None else quicker(table.part_backward),
         )

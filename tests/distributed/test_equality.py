@@ -117,7 +117,7 @@ def _once(factory: pytest.TempPathFactory, name: str, work: Callable[[Path], Res
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return _once(tmp_path_factory, "equality", lambda folder: _train((*PAIRS, *OTHERS), folder, seconds=500))
+    return _once(tmp_path_factory, "equality", lambda folder: _train((*PAIRS, *OTHERS), folder, seconds=1500))
 
 
 @pytest.fixture(scope="session")
@@ -163,10 +163,10 @@ def _check_memory(case: Case, rank: int, found: dict[str, Any]) -> None:
         live = min(own, schedule.caps[stage] // len(ranks))
         assert [step[str(stage)] for step in found["peak_live"]] == [live] * case.steps
         graphs = found["graphs"][str(stage)]
-        if stage not in case.recompute:
+        if stage in schedule.parted_stages():
+            assert graphs <= live  # the watched node lies above all weights, so those that wait may not hold it
+        elif stage not in case.recompute:
             assert graphs == live
-        elif case.schedule.startswith("zb-"):
-            assert graphs <= live  # from the recomputation to the weight gradient, which waits
         else:
             assert graphs == min(own, 1)
         if schedule.num_ranks == schedule.num_stages and not case.evaluate:

@@ -39,7 +39,7 @@ def _train(cases: tuple[AdvancedCase, ...], folder: Path, *, seconds: float) -> 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return _train(QUICK, tmp_path_factory.mktemp("advanced"), seconds=500)
+    return _train(QUICK, tmp_path_factory.mktemp("advanced"), seconds=1500)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,10 @@ def _check_live(case: AdvancedCase, ranks: list[dict[str, Any]]) -> None:
         for stage in schedule.stages_of(rank):
             assert [step[str(stage)] for step in found["live"]] == [predicted[stage]] * len(found["live"])
             again = bool(((timeline.kinds == Kind.R) & (timeline.stages == stage)).any())
-            if not again:
+            if stage in schedule.parted_stages():
+                # The node that is watched lies above all weights, so weight gradients that wait may not hold it.
+                assert found["graphs"][str(stage)] <= predicted[stage], "graphs alive at once"
+            elif not again:
                 assert found["graphs"][str(stage)] == predicted[stage], "graphs alive at once"
 
 

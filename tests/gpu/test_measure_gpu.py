@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.model import ModelRef
+from bapipe.torch.capturing.private import flatten_recurrent
 from bapipe.torch.measure import Settings, predicted_peak, profile_model, profile_module
 from bapipe.torch.measure.clock import CudaClock
 
@@ -41,6 +42,32 @@ def test_the_queue_hides_launches() -> None:
     assert laps is not None
     assert laps[0].device is not None
     assert laps[0].device > 0
+
+
+def test_weights_of_a_recurrent_layer_are_laid_in_one_piece() -> None:
+    """Else cuDNN copies them in every forward, and the backward keeps the copy."""
+    module = nn.Sequential(nn.LSTM(64, 256, batch_first=True), nn.Identity())
+    weights = {name: nn.Parameter(item.detach().cuda()) for name, item in module.named_parameters()}
+    places = {item.untyped_storage().data_ptr() for item in weights.values()}
+    assert len(places) == 4
+    values = {name: item.detach().clone() for name, item in weights.items()}
+    flatten_recurrent(module, weights)
+    assert len({item.untyped_storage().data_ptr() for item in weights.values()}) == 1
+    assert all(torch.equal(item, values[name]) for name, item in weights.items())
+    given = torch.randn(4, 8, 64, device="cuda")
+    state = torch.zeros(1, 4, 256, device="cuda")
+    lstm = module[0]
+    kept: list[int] = []
+
+    def noted(item: Tensor) -> Tensor:
+        kept.append(item.data_ptr())
+        return item
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda item: item):
+        torch.lstm(given, (state, state), list(weights.values()), True, 1, 0.0, True, False, True)
+    first = weights["0.weight_ih_l0"].data_ptr()
+    assert first in kept
+    assert all(item.device.type == "cpu" for item in lstm._flat_weights)
 
 
 def test_a_model_is_profiled_with_its_peak(tmp_path: Path) -> None:

@@ -110,6 +110,29 @@ def test_what_is_patched() -> None:
     assert module.weight is other
 
 
+def test_what_is_read_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are laid together where a stage has all of a layer's and they are on a GPU, else left alone."""
+    module = nn.Sequential(nn.LSTM(2, 3), nn.GRU(3, 3, bias=False))
+    names = [f"{place}.{name}" for place, layer in enumerate(module) for name in layer._flat_weights_names]
+    assert sorted(names) == sorted(name for name, _ in module.named_parameters())
+    laid: list[list[object]] = []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda layer: laid.append(list(layer._flat_weights)))
+
+    class OnGpu:
+        is_cuda = True
+
+    before = [list(layer._flat_weights) for layer in module]
+    all_there = {name: OnGpu() for name in names}
+    private.flatten_recurrent(module, all_there)
+    assert laid == [[all_there[name] for name in names[:4]], [all_there[name] for name in names[4:]]]
+    private.flatten_recurrent(module, {**all_there, "0.bias_hh_l0": None})
+    assert len(laid) == 3
+    private.flatten_recurrent(module, dict(module.named_parameters()))
+    assert len(laid) == 3
+    for layer, own in zip(module, before, strict=True):
+        assert all(one is other for one, other in zip(layer._flat_weights, own, strict=True))
+
+
 def test_the_tracer_is_loaded_beside_other_work() -> None:
     thread = private.load_tracer()
     thread.join(120)

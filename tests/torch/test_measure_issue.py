@@ -8,9 +8,10 @@ import pytest
 import torch
 from measured_models import residual
 
-from bapipe.torch.measure.assemble import agreement, layer_times, parts
+from bapipe.torch.measure.assemble import agreement
 from bapipe.torch.measure.chain import chain_of, tensors_of
 from bapipe.torch.measure.issue import StepIssue, empty_issue
+from bapipe.torch.measure.layer_times import layer_times, parts
 from bapipe.torch.measure.layers import empty_piece
 from bapipe.torch.measure.record import (
     Environment,

@@ -15,7 +15,8 @@ from bapipe.cli.profile import profile_command
 from bapipe.model import ModelRef, Split
 from bapipe.profile import read_profile
 from bapipe.torch.measure import Measurement, Profiled, Settings, profile_module, rounds
-from bapipe.torch.measure.assemble import part_costs, to_profile
+from bapipe.torch.measure.assemble import to_profile
+from bapipe.torch.measure.layer_times import part_costs
 from bapipe.torch.measure.record import Environment, MeasuredLayer, PartTiming, Reading, SizeMemory, UnitTiming
 from bapipe.torch.measure.statistics import Summary
 from split_models import build_split_model

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.measure.assemble import run_ahead
 from bapipe.torch.measure.grouping import find_units
+from bapipe.torch.measure.layer_times import run_ahead
 from bapipe.torch.measure.record import Reading
 from bapipe.torch.measure.statistics import Stopping, Summary, pooled, summarise
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from bapipe.torch.saved_values import SavedValues
 from bapipe.torch.split_backward import SplitBackward
 from bapipe.torch.zoo.resnet import build_resnet50
 
@@ -118,9 +120,10 @@ def _at_once(module: nn.Module, value: Tensor, errors: list[Tensor]) -> tuple[Te
     return given.grad, {name: item.grad for name, item in module.named_parameters()}
 
 
+@pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("name", MODULES)
-def test_two_parts_are_the_whole(name: str, fixed: bool) -> None:
+def test_two_parts_are_the_whole(name: str, fixed: bool, watched: bool) -> None:
     """Of three micro-batches, all the first parts before any second part, as zero-bubble orders have it."""
     module, values, errors = _made(name)
     apart = [_at_once(module, value, error) for value, error in zip(values, errors, strict=True)]
@@ -133,11 +136,14 @@ def test_two_parts_are_the_whole(name: str, fixed: bool) -> None:
     delayed = []
     for value, error, (wanted, _) in zip(values, errors, apart, strict=True):
         given = value.clone().requires_grad_()
-        delayed.append(split.run(list(module(given)), error, [given]))
+        saved = SavedValues() if watched else None
+        with nullcontext() if saved is None else saved.watching():
+            made = list(module(given))
+        delayed.append(split.run(made, error, [given], saved=saved))
         assert given.grad is not None
         torch.testing.assert_close(given.grad, wanted, rtol=1e-12, atol=1e-14)
     waiting = [key for key, item in module.named_parameters() if item.grad is None and expected[key] is not None]
-    assert waiting, "no weight waits for the second part"
+    assert waiting or watched, "no weight waits for the second part"
     for item in delayed:
         item.run()
     for key, item in module.named_parameters():
@@ -145,6 +151,53 @@ def test_two_parts_are_the_whole(name: str, fixed: bool) -> None:
             assert item.grad is None
         else:
             torch.testing.assert_close(item.grad, expected[key], rtol=1e-12, atol=1e-14)
+
+
+def test_only_what_weights_need_is_held_between_the_parts() -> None:
+    """Of a product its input and the gradient of its output; of what is between products nothing."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Softmax(1), nn.Tanh(), nn.Linear(16, 4)).double()
+    split = SplitBackward(list(module.parameters()))
+    for first in (True, False):
+        given = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+        saved = SavedValues()
+        with saved.watching():
+            made = module(given)
+        before = len(saved.values())
+        delayed = split.run([made], [torch.ones_like(made)], [given], saved=saved)
+        if first:  # both parts at once, to see what the second needs
+            assert all(item.grad is not None for item in module.parameters())
+            assert not delayed.gradients()
+    assert sorted(item.shape for item in delayed.gradients()) == [(3, 4), (3, 16)]
+    weights = {item.data_ptr() for item in module.parameters()}
+    held = [item for item in saved.values() if item.data_ptr() not in weights]
+    assert [item.shape for item in held] == [(3, 8), (3, 16)]
+    assert before > len(held) + 2
+
+
+def test_a_graph_that_saves_another_number_of_values_is_kept() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8).double()
+    split = SplitBackward(list(module.parameters()))
+    for times in (1, 2, 1):
+        for item in module.parameters():
+            item.grad = None
+        given = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+        saved = SavedValues()
+        with saved.watching():
+            made = module(given)
+            for _ in range(times):
+                made = made.tanh()
+        split.run([made], [torch.ones_like(made)], [given], saved=saved).run()
+        expected = torch.autograd.grad(_tanh(module(given), times).sum(), list(module.parameters()))
+        for item, wanted in zip(module.parameters(), expected, strict=True):
+            torch.testing.assert_close(item.grad, wanted, rtol=1e-12, atol=1e-14)
+
+
+def _tanh(value: Tensor, times: int) -> Tensor:
+    for _ in range(times):
+        value = value.tanh()
+    return value
 
 
 def test_which_weights_cannot_wait() -> None:

@@ -19,6 +19,8 @@ from bapipe.schedule.orders import (
     with_recompute,
     with_update,
 )
+from bapipe.schedule.zero_bubble import zero_bubble
+from bapipe.simulate import Costs, simulate
 
 
 def drawn(schedule: Schedule, *, stages: bool = False) -> str:
@@ -127,6 +129,26 @@ def test_zb_h2() -> None:
     """)
 
 
+def test_zb_with_caps_and_delays_of_its_own() -> None:
+    """As many forwards ahead as slow links need; W as far behind as each stage's memory allows."""
+    schedule = zero_bubble(2, 4, [3, 1], delays=[1, 0])
+    assert drawn(schedule) == picture("""
+        0 F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3
+        1 F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3
+    """)
+    assert schedule.caps == (4, 1)
+    assert schedule.parted_stages() == {0, 1}
+    assert make_schedule("1f1b", 2, 4, caps=[3, 1]).parted_stages() == set()
+    timeline = simulate(schedule, Costs.of(2, forward=1.0, backward=2.0))
+    assert timeline.peak_live() == [4, 1]
+    assert zero_bubble(3, 4, [3, 2, 1]).lanes == make_schedule("zb-h1", 3, 4).lanes
+    assert make_schedule("zb", 2, 4, caps=[3, 1]).lanes == make_schedule("zb-h2", 2, 4).lanes
+    with pytest.raises(BaPipeError, match="2 stages need 2 delays of at least 0"):
+        zero_bubble(2, 4, [3, 1], delays=[-1, 0])
+    with pytest.raises(BaPipeError, match="zb needs --cap, one K per stage"):
+        make_schedule("zb", 2, 4)
+
+
 @pytest.mark.parametrize("name", [*SCHEDULES])
 def test_one_stage_and_one_microbatch(name: str) -> None:
     schedule = make_schedule(name, 1, 1, virtual=1)
@@ -214,7 +236,7 @@ def test_full_overlap_caps_ignore_rounding() -> None:
         ({"name": "1f1b"}, "1f1b needs --cap"),
         ({"name": "1f1b", "caps": [1]}, "2 stages need 2 caps, got 1"),
         ({"name": "1f1b", "caps": [2, 0]}, "a cap must be at least 1, got 0"),
-        ({"caps": [2, 1]}, "--cap belongs to the schedule 1f1b"),
+        ({"caps": [2, 1]}, "--cap belongs to the schedules 1f1b and zb"),
         ({"replicas": [2]}, "2 stages need 2 replica counts"),
         ({"replicas": [0, 1]}, "of at least 1"),
         ({"name": "fbp-as", "replicas": [2, 1]}, "fbp-as runs without replicated stages"),

@@ -71,8 +71,9 @@ def test_both_stages_pay_for_the_layer_that_they_divide() -> None:
     costs = evaluated(divided_profile(), 1, 5).costs
     assert costs.forward == pytest.approx((1.5 / 3 + FORWARD, 2.5 / 3 + FORWARD))
     assert costs.backward == pytest.approx((3 / 3 + BACKWARD, 5 / 3 + BACKWARD))
-    # Nothing of that can be put off: the weight gradient is half of the layers' own backward.
-    assert costs.weight_gradient == pytest.approx((0.5, 5 / 6))
+    # Nothing of that can be put off: the weight gradient is half of the layers' own backward. A first stage sends
+    # no error on, so all of its backward is.
+    assert costs.weight_gradient == pytest.approx((3 / 3 + BACKWARD, 5 / 6))
     # Both update all of the layer's 40 bytes, after summing its gradients at 20 bytes a second.
     assert costs.update == pytest.approx((0.1 + 0.4 + 2.0, 0.1 + 0.4 + 2.0))
 
@@ -191,7 +192,7 @@ def test_profiles_keep_check_and_interpolate_part_costs(tmp_path) -> None:
 def test_profiles_without_part_costs_read_and_hash_as_before(tmp_path) -> None:
     old = made_profile({"x": [1.0, 2.0]}, split={1: 4})
     values = plain_values(old)
-    for name in ("part_forward", "part_backward", "part_stash"):
+    for name in ("part_forward", "part_backward", "part_stash", "delayed"):
         assert values["accelerators"]["x"].pop(name) is None
     assert content_hash(old) == "73c5f98a524369e5"
     (tmp_path / "old.json").write_text(json.dumps(values))
@@ -199,11 +200,16 @@ def test_profiles_without_part_costs_read_and_hash_as_before(tmp_path) -> None:
     assert old.at("x", 1).part_forward.tolist() == [0.0, 0.0]
 
 
-def test_merged_sizes_keep_part_costs_that_both_have() -> None:
+def test_merged_sizes_have_part_costs_of_the_nearest_where_one_has_none() -> None:
     one, other = divided_profile(sizes=(1,)), divided_profile(sizes=(4,))
     assert merge_profiles([one, other]).table("x").part_forward == ((0.0, FORWARD, 0.0), (0.0, 4 * FORWARD, 0.0))
     bare = replace(other, accelerators={"x": replace(other.table("x"), part_backward=None)})
-    assert merge_profiles([one, bare]).table("x").part_forward is None
+    merged = merge_profiles([one, bare]).table("x")
+    assert merged.part_backward == ((0.0, BACKWARD, 0.0), (0.0, 4 * BACKWARD, 0.0))
+    assert merged.delayed is None
+    weighed = replace(other, accelerators={"x": replace(other.table("x"), delayed=((1.0, 2.0, 3.0),))})
+    merged = merge_profiles([one, weighed]).table("x")
+    assert merged.delayed == (one.table("x").stash[0], (1.0, 2.0, 3.0))
 
 
 def test_a_layer_in_slices_needs_its_workspace_whole() -> None:

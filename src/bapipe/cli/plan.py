@@ -10,6 +10,7 @@ from typing import Any, cast
 import click
 from click.core import ParameterSource
 
+from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
 from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError, InfeasibleError
@@ -29,7 +30,8 @@ __all__ = ["plan_command"]
 @click.option("--minibatch", type=int, help="Samples per update.  [default: 64 per accelerator]")
 @click.option("--microbatch", type=int, help="Micro-batch size.  [default: the best]")
 @click.option(
-    "--schedule", help="1f1b-sno, 1f1b-so, 1f1b, gpipe, zb-h1, zb-h2, interleaved, 1f1b-as, fbp-as, data-parallel."
+    "--schedule",
+    help="1f1b-sno, 1f1b-so, 1f1b, gpipe, zb, zb-h1, zb-h2, interleaved, 1f1b-as, fbp-as, data-parallel.",
 )
 @click.option("--cap", type=int, metavar="K", help="Micro-batches live at the first stage, of schedule 1f1b.")
 @click.option("--stages", type=int, help="A straight pipeline of so many unreplicated stages.")
@@ -109,32 +111,14 @@ def _request(options: dict[str, Any]) -> Request:
 
 def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[str, Any]:
     """The plan, flat, as --json prints it."""
-    prediction = plan.prediction
-    values: dict[str, Any] = {
-        "kind": plan.kind,
-        "schedule": plan.schedule.name,
-        "microbatch_size": plan.microbatch_size,
-        "microbatches": plan.microbatches,
-        "minibatch": plan.minibatch,
-        "stages": [dataclasses.asdict(stage) for stage in plan.stages],
+    values = {
+        **flat_plan(plan, dataset_size=options["dataset_size"]),
         "caps": plan.schedule.caps,
-        "time": prediction.time,
-        "throughput": prediction.throughput,
-        "lower_bound": prediction.lower_bound,
-        "gap": prediction.gap,
-        "bubble": prediction.bubble,
         "equation_1": found.ideal,
-        "source": prediction.source,
-        "strategy": plan.strategy,
-        "model": plan.model.name,
-        "rivals": [dataclasses.asdict(rival) for rival in plan.rivals],
         "steps": [dataclasses.asdict(step) for step in found.steps],
-        "notes": list(plan.notes),
     }
     if options["report"]:
         values["report"] = options["report"]
-    if options["dataset_size"]:
-        values["epoch_time"] = options["dataset_size"] / prediction.throughput
     return cast(dict[str, Any], plain_number(values))
 
 

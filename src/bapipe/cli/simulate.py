@@ -45,7 +45,7 @@ _LINKS = {
 @click.option("--backward", type=Numbers(), required=True, help="Backward time, one value or one per stage.")
 @click.option("--transfer", type=Numbers(), default="0", show_default=True, help="Transfer time, one or per link.")
 @click.option("--transfer-backward", type=Numbers(), help="Transfer time of errors.  [default: as --transfer]")
-@click.option("--cap", "caps", type=Counts(), help="K per stage, for schedule 1f1b.")
+@click.option("--cap", "caps", type=Counts(), help="K per stage, for schedules 1f1b and zb.")
 @click.option("--replicas", type=Counts(), help="Replicas per stage, such as 3,1.")
 @click.option("--virtual", type=int, default=2, show_default=True, help="Stages per accelerator (interleaved).")
 @click.option(
@@ -68,7 +68,7 @@ def simulate_command(schedule: str, as_json: bool, **options: Any) -> None:
     """Time one schedule, or compare them all.
 
     SCHEDULE is gpipe, 1f1b-sno, 1f1b-so, 1f1b (with --cap), 1f1b-as, fbp-as, pipedream, interleaved, zb-h1, zb-h2,
-    a schedule file (.json, or torch's .csv), or all. Times are in any unit you like.
+    zb (with --cap), a schedule file (.json, or torch's .csv), or all. Times are in any unit you like.
 
     \b
     Examples:
@@ -196,6 +196,7 @@ def _simulate_all(options: dict[str, Any]) -> list[tuple[Summary, Timeline]]:
         lean = full_overlap_caps(costs.forward, costs.backward, *sends)
         lean_options = {**options, "caps": lean}
         results.insert(3, _simulate(_schedule("1f1b", lean_options), options))
+        results.append(_simulate(_schedule("zb", lean_options), options))
     return results
 
 
@@ -271,7 +272,7 @@ def _print_table(rows: list[Summary], options: dict[str, Any]) -> None:
             "–" if row.closed_form is None else f"{row.closed_form:g}{'' if row.closed_form_valid else ' (n/a)'}"
         )
         table.add_row(
-            row.schedule + (" (least K)" if row.schedule == "1f1b" else ""),
+            row.schedule + (" (least K)" if row.schedule in ("1f1b", "zb") else ""),
             f"{row.time:g}",
             f"{row.time / best:.3f}x",
             f"{row.bubble:.1%}",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from bapipe.chain import Chain
-from bapipe.evaluate import Evaluation
+from bapipe.evaluate import Evaluation, parting_time
 from bapipe.explore.pipelines import MOST_TYPES
-from bapipe.explore.search import Exploration
+from bapipe.explore.search import AS_FAST, Exploration
 from bapipe.plan import LayerPart, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.files import ScheduleFile
 from bapipe.stage_memory import stage_bytes
@@ -56,10 +56,11 @@ def _kind(evaluation: Evaluation) -> Literal["pipeline", "data-parallel", "hybri
 
 def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     chain, cluster = best.candidate.chain, found.hardware.cluster
-    stages = []
+    stages, parted = [], best.schedule.parted_stages()
     for index, choice in enumerate(best.candidate.stages):
         first, last = chain.units[choice.first], chain.units[choice.last]
         needed = stage_bytes(chain, choice.first, choice.last)
+        parting = parting_time(best.candidate, found.hardware, choice)
         stages.append(
             PlanStage(
                 accelerators=tuple(cluster.accelerators[member].name for member in choice.accelerators),
@@ -70,7 +71,8 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 recompute=choice.recompute,
                 forward=best.costs.forward[index],
                 backward=best.costs.backward[index],
-                weight_gradient=best.costs.weight_gradient[index],
+                weight_gradient=best.costs.weight_gradient[index] - parting,
+                parting=parting,
                 update=best.costs.update[index],
                 all_reduce=best.costs.all_reduce[index],
                 send_forward_bytes=float(chain.boundary_forward[choice.last]),
@@ -81,6 +83,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 peak_features=best.live[index],
                 stash_bytes=needed.stash,
                 kept_bytes=needed.kept,
+                delayed_bytes=needed.delayed if index in parted else None,
                 buffer_bytes=needed.buffers,
                 workspace_bytes=needed.workspace,
             )
@@ -119,7 +122,9 @@ def _rivals(found: Exploration) -> tuple[Rival, ...]:
             reason = f"{format_bytes(short[1])} short on stage {short[0]} (layers {first} to {last})"
             rivals.append(Rival(name=name, time=None, memory_bytes=fullest, reason=reason))
         else:
-            reason = f"{_pace(best.throughput / evaluation.throughput - 1)}; {_cause(evaluation)}"
+            slower, more = best.throughput / evaluation.throughput - 1, fullest - max(best.memory)
+            why = f"{format_bytes(more)} more" if abs(slower) < AS_FAST and more > 0 else _cause(evaluation)
+            reason = f"{_pace(slower)}; {why}"
             rivals.append(Rival(name=name, time=evaluation.time, memory_bytes=fullest, reason=reason))
     for estimate in found.estimates:
         if estimate.memory > estimate.capacity:
@@ -136,8 +141,10 @@ def _rivals(found: Exploration) -> tuple[Rival, ...]:
 
 
 def _pace(slower: float) -> str:
-    if abs(slower) < 5e-4:
+    if abs(slower) < AS_FAST:
         return "as fast"
+    if slower > 1:
+        return f"{1 + slower:.3g} times as long"
     return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"
 
 
@@ -155,6 +162,10 @@ def _cause(evaluation: Evaluation) -> str:
     return max(list(parts)[1:], key=lambda name: parts[name])
 
 
+_ALIKE = {"adam": ("adamw",)}
+"""optimizers that a step of takes as long"""
+
+
 def _notes(found: Exploration) -> tuple[str, ...]:
     chain = found.best.candidate.chain
     notes = [
@@ -166,7 +177,8 @@ def _notes(found: Exploration) -> tuple[str, ...]:
             f"heuristic: with more than {MOST_TYPES} types of accelerators they are kept in the cluster's order"
         )
     if found.brute_gap is not None:
-        notes.append(f"{found.brute_gap:.1%} slower than the best of all cuts of this depth, each simulated")
+        level = "as fast as" if found.brute_gap < AS_FAST else f"{found.brute_gap:.1%} slower than"
+        notes.append(f"{level} the best of all cuts of this depth, each simulated")
     if "analytic" in chain.source or "simulated" in chain.source:
         types = ", ".join(dict.fromkeys(item.type for item in found.hardware.cluster.accelerators))
         notes.append(
@@ -180,6 +192,14 @@ def _notes(found: Exploration) -> tuple[str, ...]:
                 "parts of divided layers are taken to cost their share, though they may take longer: profile "
                 f"{', '.join(unknown)} with --parts"
             )
+    wanted = found.request.optimizer
+    timed = {found.profile.table(name).optimizer or "" for name in chain.types}
+    others = sorted(timed - {"", wanted, *_ALIKE.get(wanted, ())})
+    if others:
+        notes.append(
+            f"the update is timed with {', '.join(others)} but planned for {wanted}: profile with "
+            f"--optimizer {wanted}"
+        )
     if chain.interpolated:
         notes.append(f"micro-batch {chain.microbatch} is interpolated between profiled sizes")
     if found.request.space == "paper":

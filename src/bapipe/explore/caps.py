@@ -1,16 +1,23 @@
-"""K of every stage: how many micro-batches 1F1B keeps live, as asked for, or the least that hides transfers."""
+"""K of every stage: how many micro-batches 1F1B keeps live, as asked for, or the least that hides transfers.
+
+And how long weight gradients may wait.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from bapipe.chain import Chain, part_costs
 from bapipe.evaluate import Hardware, StageChoice
 from bapipe.schedule.orders import full_overlap_caps
 from bapipe.stage_memory import stage_bytes
 
-__all__ = ["declining_caps", "least_caps", "live_bytes"]
+__all__ = ["LiveBytes", "declining_caps", "least_caps", "live_bytes", "weight_delays"]
+
+_WORTH_WAITING = 0.01
+"""share of a stage's work that its weight gradients must be for it to pay to put them off"""
 
 
 def declining_caps(first: int, replicas: Sequence[int], microbatches: int) -> list[int]:
@@ -69,15 +76,48 @@ def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, h
 
 def _most_live(chain: Chain, stage: StageChoice, hardware: Hardware) -> int:
     """Micro-batches that one replica of the stage has memory for, beside its weights."""
-    each, room = live_bytes(chain, stage, hardware)
-    return 2**30 if each <= 0 else max(0, int(room // each))
+    found = live_bytes(chain, stage, hardware)
+    return 2**30 if found.each <= 0 else max(0, int(found.room // found.each))
 
 
-def live_bytes(chain: Chain, stage: StageChoice, hardware: Hardware) -> tuple[float, float]:
-    """Bytes of one live micro-batch of the stage, and what one replica has for all of them."""
+def weight_delays(
+    chain: Chain, stages: Sequence[StageChoice], caps: Sequence[int], hardware: Hardware
+) -> list[int]:
+    """By how many micro-batches each stage of a zero-bubble order puts its weight gradients off.
+
+    So many that it holds as many micro-batches as the first stage, as far as its memory allows beside K_i; none
+    where it has next to no weight gradients.
+    """
+    delays = []
+    for stage, cap in zip(stages, caps, strict=True):
+        row = chain.row(hardware.cluster.accelerators[stage.accelerators[0]].type)
+        span = slice(stage.first, stage.last + 1)
+        wanted = max(0, caps[0] - cap)
+        if float(chain.weight_gradient[row, span].sum()) < _WORTH_WAITING * float(chain.work[row, span].sum()):
+            wanted = 0
+        found = live_bytes(chain, stage, hardware)
+        spare = found.room - cap * found.each
+        delays.append(min(wanted, max(0, int(spare // found.delayed)) if found.delayed > 0 else wanted))
+    return delays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveBytes:
+    """What the micro-batches of a stage may take."""
+
+    each: float
+    """bytes of one that waits for its backward"""
+    delayed: float
+    """bytes of one that waits for its weight gradient"""
+    room: float
+    """what one replica has for all of them"""
+
+
+def live_bytes(chain: Chain, stage: StageChoice, hardware: Hardware) -> LiveBytes:
+    """Of one stage, beside its weights, gradients, optimizer state, messages under way and workspace."""
     needed = stage_bytes(chain, stage.first, stage.last)
     each = needed.kept if stage.recompute else needed.stash
     room = min(hardware.cluster.type_of(index).memory for index in stage.accelerators)
     room -= needed.weights * hardware.static_copies() + needed.buffers + needed.workspace
     room -= needed.stash if stage.recompute else 0.0
-    return each, room
+    return LiveBytes(each=each, delayed=needed.delayed, room=room)

@@ -131,8 +131,8 @@ def _spans(
             there = chain.boundary_forward / link.bandwidth + link.latency
             back = chain.boundary_backward / link.bandwidth + link.latency
             busy = there + back if link.duplex == "half" else np.maximum(there, back)
-        live = family.inflight(count - index, count, microbatches)
-        needed = memory.needed(hardware.static_copies(), live, recompute=stage.recompute)
+        live, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
+        needed = memory.needed(hardware.static_copies(), live, waiting, recompute=stage.recompute)
         work = _work(chain, chain.row(cluster.accelerators[member].type), recompute=stage.recompute)
         steady = np.maximum(work + (there + back if family.communication == "exposed" else 0.0), busy)
         spans.append(_Spans(work=work, steady=steady, fits=needed <= cluster.type_of(member).memory))
@@ -169,13 +169,15 @@ class _Memory:
 
     weights: Floats
     stash: Floats
+    delayed: Floats
     kept: Floats
     """per first unit"""
     rest: Floats
     """messages under way and workspace"""
 
-    def needed(self, copies: int, live: int, *, recompute: bool) -> Floats:
+    def needed(self, copies: int, live: int, waiting: int, *, recompute: bool) -> Floats:
         each = live * self.kept[:, None] + self.stash if recompute else live * self.stash
+        each = each + waiting * self.delayed
         return np.asarray(copies * self.weights + each + self.rest, dtype=np.float64)
 
 
@@ -196,9 +198,18 @@ def _memory(chain: Chain) -> _Memory:
     return _Memory(
         weights=_runs(chain.weight_bytes, before * shared, after * shared),
         stash=_runs(chain.stash, begun + chain.resident_input, unfinished + ahead),
+        delayed=_delayed(chain, before, after),
         kept=chain.input_bytes,
         rest=2 * (received[:, None] + (ahead + back)[None, :]) + np.maximum(0.0, workspace - held[None, :]),
     )
+
+
+def _delayed(chain: Chain, before: Floats, after: Floats) -> Floats:
+    taken = np.where(before > 0, chain.resident_input, chain.input_bytes)
+    needs = chain.delayed > 0
+    delayed = _runs(chain.delayed, np.where(needs, before * taken, 0.0), np.where(needs, after * taken, 0.0))
+    delayed[0] = np.cumsum(chain.stash) + chain.boundary_backward
+    return delayed
 
 
 def _least(spans: Sequence[_Spans], threshold: float | None, sends: Sequence[Floats]) -> list[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,12 +14,13 @@ from bapipe.chain import Chain
 from bapipe.cluster import Cluster, Link
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
-from bapipe.explore.caps import declining_caps, least_caps, live_bytes
+from bapipe.explore.caps import declining_caps, least_caps, live_bytes, weight_delays
 from bapipe.partition.cuts import starts
 from bapipe.partition.exact import solve
 from bapipe.partition.exact_problem import Communication, Problem, Recompute, Solution
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.orders import SCHEDULES, capped, interleaved
+from bapipe.schedule.zero_bubble import zero_bubble
 
 __all__ = [
     "FAMILIES",
@@ -45,9 +47,11 @@ class Family:
     """A schedule as the planner sees it before the stages are known."""
 
     schedule: str
-    live: Literal["behind", "twice", "all", "ranks", "double"]
-    """micro-batches live at a stage: one or two for each accelerator from it to the end, all M, or at every stage
-    alike N or 2N−1"""
+    live: Literal["behind", "twice", "double", "all"]
+    """micro-batches between a stage's forward and the backward that the stage before waits for: one or two for
+    each accelerator from it to the end, two less one, or all M"""
+    delayed: bool = False
+    """whether weight gradients wait so long that every stage holds as many micro-batches as the first"""
     communication: Literal["overlapped", "exposed"] = "overlapped"
     recompute: Literal["never", "allowed", "always"] = "never"
     replicas: bool = False
@@ -56,18 +60,23 @@ class Family:
     """K of the first stage, where it is asked for, of 1f1b: see `declining_caps`"""
 
     def inflight(self, behind: int, ranks: int, microbatches: int) -> int:
-        """Micro-batches live at a stage with so many accelerators from it to the end, of so many in all."""
+        """Micro-batches at a stage with so many accelerators from it to the end, of so many in all."""
         if self.cap is not None:
             line = 1 - (1 - self.cap) * (behind - 1) // (ranks - 1) if ranks > 1 else self.cap
             return max(1, min(line, microbatches))
         live = {
             "behind": behind,
             "twice": 2 * behind,
+            "double": 2 * behind - 1,
             "all": microbatches,
-            "ranks": ranks,
-            "double": 2 * ranks - 1,
         }[self.live]
         return max(1, min(live, microbatches))
+
+    def waiting(self, behind: int, ranks: int, microbatches: int) -> int:
+        """Micro-batches there that only wait for their weight gradients."""
+        if not self.delayed:
+            return 0
+        return self.inflight(ranks, ranks, microbatches) - self.inflight(behind, ranks, microbatches)
 
     def straight(self) -> Family:
         """The same without replicated stages."""
@@ -85,8 +94,9 @@ FAMILIES = {
     "1f1b": Family(schedule="1f1b", live="behind", recompute="allowed", replicas=True),
     "gpipe": Family(schedule="gpipe", live="all"),
     "gpipe+R": Family(schedule="gpipe", live="all", recompute="always"),
-    "zb-h1": Family(schedule="zb-h1", live="ranks"),
-    "zb-h2": Family(schedule="zb-h2", live="double"),
+    "zb": Family(schedule="zb", live="behind"),
+    "zb-h1": Family(schedule="zb-h1", live="behind", delayed=True),
+    "zb-h2": Family(schedule="zb-h2", live="double", delayed=True),
     "pipedream": Family(schedule="pipedream", live="behind", communication="exposed"),
     "1f1b-as": Family(schedule="1f1b-as", live="behind"),
     "fbp-as": Family(schedule="fbp-as", live="twice"),
@@ -161,7 +171,7 @@ def optimal(
         capacity=np.array(capacity),
         overhead=np.full(len(types), chain.workspace + min(boundary, 0.02 * min(capacity))),
         microbatches=microbatches,
-        inflight=np.array([family.inflight(d, num_stages or total, microbatches) for d in range(total + 1)]),
+        inflight=np.array([_held(chain, family, d, num_stages or total, microbatches) for d in range(total + 1)]),
         max_replicas=width,
         reduce_rate=np.array([all_reduce_time(cluster, tuple(range(r)), 1.0) for r in range(width + 1)]),
         update=chain.update,
@@ -184,6 +194,13 @@ def optimal(
     return first
 
 
+def _held(chain: Chain, family: Family, behind: int, ranks: int, microbatches: int) -> int:
+    """Micro-batches at a stage, as if all were live: one that waits for weight gradients counts as it weighs."""
+    live, waiting = (count(behind, ranks, microbatches) for count in (family.inflight, family.waiting))
+    whole = float(chain.stash.sum())
+    return live if not waiting or whole <= 0 else live + math.ceil(waiting * float(chain.delayed.sum()) / whole)
+
+
 def _lacking(
     chain: Chain, stages: Sequence[StageChoice], family: Family, microbatches: int, hardware: Hardware
 ) -> dict[str, float]:
@@ -198,9 +215,10 @@ def _lacking(
     for stage in stages:
         kind, count = cluster.accelerators[stage.accelerators[0]].type, len(stage.accelerators)
         live = -(-family.inflight(behind, ranks, microbatches) // count)
+        waiting = family.waiting(behind, ranks, microbatches)
         behind -= count
-        each, room = live_bytes(chain, stage, hardware)
-        lacking[kind] = max(lacking[kind], live * each - room)
+        found = live_bytes(chain, stage, hardware)
+        lacking[kind] = max(lacking[kind], live * found.each + waiting * found.delayed - found.room)
     return lacking
 
 
@@ -284,18 +302,22 @@ def build(
 ) -> Candidate:
     """The candidate that runs these stages under the family's schedule.
 
-    1f1b takes the K that is asked for; else the least with which no transfer delays it, less where memory does not
-    allow so many.
+    1f1b takes the K that is asked for; else it and zb the least with which no transfer delays them, less where
+    memory does not allow so many; zb then puts weight gradients off as long as memory allows.
     """
     counts = [len(stage.accelerators) for stage in stages]
     caps: list[int] | None = None
-    if family.schedule == "1f1b":
+    delays: list[int] | None = None
+    if family.schedule in ("1f1b", "zb"):
         caps = (
             least_caps(chain, stages, microbatches, hardware)
             if family.cap is None
             else declining_caps(family.cap, counts, microbatches)
         )
-    schedule = _schedule(family, counts, microbatches, caps)
+    if family.schedule == "zb":
+        assert caps is not None
+        delays = weight_delays(chain, stages, caps, hardware)
+    schedule = _schedule(family, counts, microbatches, caps, delays)
     shape = f"{len(stages)} stages" if max(counts) == 1 else "stages " + "-".join(map(str, counts))
     again = sum(stage.recompute for stage in stages)
     label = f"{family.label}, {shape}"
@@ -304,24 +326,32 @@ def build(
     return Candidate(label=label, chain=chain, stages=tuple(stages), schedule=schedule)
 
 
-def _schedule(family: Family, counts: list[int], microbatches: int, caps: list[int] | None) -> Schedule:
+def _schedule(
+    family: Family, counts: list[int], microbatches: int, caps: list[int] | None, delays: list[int] | None
+) -> Schedule:
     behind = [sum(counts[stage:]) for stage in range(len(counts))]
     if caps is None and family.schedule in ("1f1b-sno", "1f1b-so", "1f1b-as", "gpipe"):
         caps = [family.inflight(ranks, sum(counts), microbatches) for ranks in behind]
     own = None if caps is None or family.schedule == "fbp-as" else tuple(caps)
     few = len(counts) * microbatches <= _KEPT_FORWARDS
     return (_make_schedule if few else _make_schedule.__wrapped__)(
-        family.schedule, tuple(counts), microbatches, own
+        family.schedule, tuple(counts), microbatches, own, None if delays is None else tuple(delays)
     )
 
 
 @functools.lru_cache(maxsize=8)
 def _make_schedule(
-    name: str, counts: tuple[int, ...], microbatches: int, caps: tuple[int, ...] | None
+    name: str,
+    counts: tuple[int, ...],
+    microbatches: int,
+    caps: tuple[int, ...] | None,
+    delays: tuple[int, ...] | None,
 ) -> Schedule:
     """A family tries many cuts of one shape in a row; their schedule, and its lowering, is the same."""
     if caps is None:
         return SCHEDULES[name](len(counts), microbatches)
+    if delays is not None:
+        return zero_bubble(len(counts), microbatches, caps, delays=delays)
     sending: Literal["cut-through", "after-compute"] = "cut-through" if name.endswith("-as") else "after-compute"
     return capped(len(counts), microbatches, caps, name=name, replicas=counts, sending=sending)
 

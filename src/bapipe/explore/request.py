@@ -26,6 +26,7 @@ SCHEDULE_NAMES = (
     "1f1b-so",
     "1f1b",
     "gpipe",
+    "zb",
     "zb-h1",
     "zb-h2",
     "interleaved",

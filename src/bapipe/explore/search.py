@@ -35,10 +35,12 @@ from bapipe.profile import Profile
 from bapipe.stage_memory import stage_bytes
 from bapipe.units import format_bytes
 
-__all__ = ["BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound"]
+__all__ = ["AS_FAST", "BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound"]
 
 BRUTE_LAYERS, BRUTE_STAGES = 10, 4
 """sizes up to which a straight plan is compared with every other cut of its depth"""
+AS_FAST = 5e-4
+"""share of the throughput by which two plans may differ and count as equally fast: no prediction is closer"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -209,8 +211,11 @@ class _Found:
 
     @property
     def best(self) -> Evaluation | None:
+        """The fastest that fits; of those as fast, the one that needs least memory."""
         fitting = [evaluation for evaluation in self.by_family.values() if evaluation.short is None]
-        return min(fitting, key=_rank) if fitting else None
+        fastest = max((item.throughput for item in fitting), default=0.0)
+        level = [item for item in fitting if item.throughput >= fastest * (1 - AS_FAST)]
+        return min(level, key=lambda item: max(item.memory), default=None)
 
 
 def _candidates(

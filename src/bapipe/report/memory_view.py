@@ -70,7 +70,11 @@ def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
     stash = [stage.stash_bytes for stage in plan.stages]
     kept = [stage.kept_bytes for stage in plan.stages]
     if None not in stash and None not in kept:
-        series = timeline.bytes_over_time([item or 0.0 for item in stash], [item or 0.0 for item in kept])
+        delayed = [stage.delayed_bytes for stage in plan.stages]
+        later = [whole if own is None else own for own, whole in zip(delayed, stash, strict=True)]
+        series = timeline.bytes_over_time(
+            [item or 0.0 for item in stash], [item or 0.0 for item in kept], [item or 0.0 for item in later]
+        )
         ranks = _ranks(plan, series)
         if _agrees(plan, ranks):
             return MemoryView(ranks=ranks, exact=True)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bapipe.partition.steps import Step
 from bapipe.plan import Plan, PlanStage
-from bapipe.units import format_bytes, format_seconds
+from bapipe.units import format_bytes, format_seconds, format_throughput
 
 __all__ = ["answer", "render_plan", "render_rivals", "render_steps", "stage_layers"]
 
@@ -34,7 +34,7 @@ def answer(plan: Plan) -> str:
     return (
         f"{plan.model.name}: {shape}, {plan.microbatches} micro-batches of {plan.microbatch_size}: "
         f"{format_seconds(prediction.time)} per mini-batch of {plan.minibatch}, "
-        f"{prediction.throughput:.4g} samples/s, {prediction.gap:.1%} over the lower bound"
+        f"{format_throughput(prediction.throughput)} samples/s, {prediction.gap:.1%} over the lower bound"
     )
 
 
@@ -117,7 +117,7 @@ def render_rivals(plan: Plan, most: int = 8) -> Table:
         time = "–" if rival.time is None else format_seconds(rival.time)
         table.add_row(escape(rival.name), time, format_bytes(rival.memory_bytes), escape(rival.reason))
     if len(plan.rivals) > most:
-        table.caption = f"and {len(plan.rivals) - most} more in plan.json"
+        table.caption = f"and {len(plan.rivals) - most} more, which plan.json has (--out)"
     return table
 
 

@@ -156,3 +156,7 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The (virtual) stages that live on this rank."""
         return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
+
+    def parted_stages(self) -> frozenset[int]:
+        """The stages whose backward is done in two parts, I and W."""
+        return frozenset(int(stage) for lane in self.lanes for stage in lane.stages[lane.kinds == Kind.I])

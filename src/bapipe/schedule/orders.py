@@ -18,6 +18,8 @@ import numpy as np
 
 from bapipe.errors import BaPipeError, nearest
 from bapipe.schedule.actions import Concurrency, Kind, Lane, Schedule, Sending
+from bapipe.schedule.lanes import one_stage_lane, require_sizes
+from bapipe.schedule.zero_bubble import zb_h1, zb_h2, zero_bubble
 
 __all__ = [
     "SCHEDULES",
@@ -35,8 +37,6 @@ __all__ = [
     "pipedream",
     "with_recompute",
     "with_update",
-    "zb_h1",
-    "zb_h2",
 ]
 
 
@@ -44,19 +44,6 @@ class Generator(Protocol):
     """Makes a Schedule of N stages and M micro-batches."""
 
     def __call__(self, num_stages: int, num_microbatches: int, /) -> Schedule: ...
-
-
-def _require_sizes(num_stages: int, num_microbatches: int) -> None:
-    if num_stages < 1:
-        raise BaPipeError(f"a pipeline needs at least 1 stage, got {num_stages}; raise --stages")
-    if num_microbatches < 1:
-        raise BaPipeError(
-            f"a mini-batch needs at least 1 micro-batch, got {num_microbatches}; raise --microbatches"
-        )
-
-
-def _lane(rank: int, stage: int, kinds: np.ndarray, microbatches: np.ndarray, name: str = "compute") -> Lane:
-    return Lane(rank, kinds, np.full(len(kinds), stage, dtype=np.int64), microbatches, name)
 
 
 def _one_f_one_b(rank: int, stage: int, cap: int, microbatches: np.ndarray) -> Lane:
@@ -72,7 +59,7 @@ def _one_f_one_b(rank: int, stage: int, cap: int, microbatches: np.ndarray) -> L
     order[warm:steady_end:2] = microbatches[warm:]
     order[warm + 1 : steady_end : 2] = microbatches[: count - warm]
     order[steady_end:] = microbatches[count - warm :]
-    return _lane(rank, stage, kinds, order)
+    return one_stage_lane(rank, stage, kinds, order)
 
 
 def capped(
@@ -88,7 +75,7 @@ def capped(
 
     With r replicas, micro-batch m of a stage runs whole on replica m mod r, and each holds at most ⌈K_i/r⌉.
     """
-    _require_sizes(num_stages, num_microbatches)
+    require_sizes(num_stages, num_microbatches)
     if len(caps) != num_stages:
         raise BaPipeError(f"{num_stages} stages need {num_stages} caps, got {len(caps)}; give one K per stage")
     if min(caps) < 1:
@@ -118,25 +105,25 @@ def capped(
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards: K_i = M."""
-    _require_sizes(num_stages, num_microbatches)
+    require_sizes(num_stages, num_microbatches)
     return capped(num_stages, num_microbatches, [num_microbatches] * num_stages, name="gpipe")
 
 
 def one_f_one_b_sno(num_stages: int, num_microbatches: int) -> Schedule:
     """The paper's 1F1B-SNO, K_i = N−i+1 (Table II): least memory, communication exposed."""
-    _require_sizes(num_stages, num_microbatches)
+    require_sizes(num_stages, num_microbatches)
     return capped(num_stages, num_microbatches, range(num_stages, 0, -1), name="1f1b-sno")
 
 
 def one_f_one_b_so(num_stages: int, num_microbatches: int) -> Schedule:
     """The paper's 1F1B-SO, K_i = 2(N−i+1) (Table II): communication overlapped, twice the features."""
-    _require_sizes(num_stages, num_microbatches)
+    require_sizes(num_stages, num_microbatches)
     return capped(num_stages, num_microbatches, range(2 * num_stages, 0, -2), name="1f1b-so")
 
 
 def one_f_one_b_as(num_stages: int, num_microbatches: int) -> Schedule:
     """The paper's 1F1B-AS, K_i = N−i+1 on cut-through links (Table I)."""
-    _require_sizes(num_stages, num_microbatches)
+    require_sizes(num_stages, num_microbatches)
     caps = range(num_stages, 0, -1)
     return capped(num_stages, num_microbatches, caps, name="1f1b-as", sending="cut-through")
 
@@ -178,7 +165,7 @@ def fbp_as(num_stages: int, num_microbatches: int, *, slots: str = "table") -> S
         0  F0 F1 F2 F3 F4 F5 F6 F7           N = 3: F on one lane,
            -- -- -- -- -- B0 B1 B2 B3 …      B on the other
     """
-    _require_sizes(num_stages, num_microbatches)
+    require_sizes(num_stages, num_microbatches)
     rules: dict[str, Concurrency] = {"table": "slots", "static": "static"}
     if slots not in rules:
         raise BaPipeError(f"unknown slot rule '{slots[:40]}'; give table or static{nearest(slots, rules)}")
@@ -187,7 +174,7 @@ def fbp_as(num_stages: int, num_microbatches: int, *, slots: str = "table") -> S
     for stage in range(num_stages):
         for kind, name in ((Kind.F, "forward"), (Kind.B, "backward")):
             kinds = np.full(num_microbatches, int(kind), dtype=np.int64)
-            lanes.append(_lane(stage, stage, kinds, order, name))
+            lanes.append(one_stage_lane(stage, stage, kinds, order, name))
     return Schedule(
         name="fbp-as",
         num_stages=num_stages,
@@ -205,7 +192,7 @@ def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
 
     Here each of the M entries is a mini-batch with an update of its own.
     """
-    _require_sizes(num_stages, num_microbatches)
+    require_sizes(num_stages, num_microbatches)
     base = capped(num_stages, num_microbatches, range(num_stages, 0, -1), name="pipedream")
     return _replace(base, weight_versions=tuple(range(num_stages, 0, -1)), flushes=False)
 
@@ -217,7 +204,7 @@ def interleaved(num_ranks: int, num_microbatches: int, *, virtual: int = 2) -> S
     with 2(N−r−1) + (v−1)N forwards. A last group shorter than N is filled up in thought and its missing
     micro-batches are left out, so any M works; the bubble is least when N divides M.
     """
-    _require_sizes(num_ranks, num_microbatches)
+    require_sizes(num_ranks, num_microbatches)
     if virtual < 1:
         raise BaPipeError(f"interleaving needs at least 1 stage per rank, got {virtual}; raise --virtual")
     groups = -(-num_microbatches // num_ranks)
@@ -246,53 +233,9 @@ def interleaved(num_ranks: int, num_microbatches: int, *, virtual: int = 2) -> S
     )
 
 
-def _zero_bubble(num_stages: int, num_microbatches: int, *, name: str, warm: Sequence[int]) -> Schedule:
-    """F × warm_i, then I [W] F in turn; W waits until stage i holds as many micro-batches as stage 0.
-
-    The backward is split in I, which the previous stage waits for, and W, which fills what would be bubble.
-    Stage i defers W by warm_0 − warm_i micro-batches, so every stage peaks at warm_0 live micro-batches.
-    """
-    _require_sizes(num_stages, num_microbatches)
-    lanes, M = [], num_microbatches
-    for stage in range(num_stages):
-        first, delay = min(M, warm[stage]), warm[0] - warm[stage]
-        rows = [(Kind.F, m) for m in range(first)]
-        for m in range(M):
-            rows.append((Kind.I, m))
-            if m >= delay:
-                rows.append((Kind.W, m - delay))
-            if first + m < M:
-                rows.append((Kind.F, first + m))
-        rows.extend((Kind.W, m) for m in range(max(0, M - delay), M))
-        table = np.array(rows, dtype=np.int64)
-        lanes.append(_lane(stage, stage, table[:, 0].copy(), table[:, 1].copy()))
-    return Schedule(
-        name=name,
-        num_stages=num_stages,
-        num_microbatches=M,
-        placement=tuple((stage,) for stage in range(num_stages)),
-        lanes=tuple(lanes),
-        caps=(warm[0],) * num_stages,
-    )
-
-
-def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-H1: bubble (N−1)(F+I−W) with 1F1B's memory of N micro-batches at every stage."""
-    _require_sizes(num_stages, num_microbatches)
-    warm = range(num_stages, 0, -1)
-    return _zero_bubble(num_stages, num_microbatches, name="zb-h1", warm=warm)
-
-
-def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-H2: bubble (N−1)(F+I−2W) within each rank's own span, with 2N−1 micro-batches at every stage."""
-    _require_sizes(num_stages, num_microbatches)
-    warm = range(2 * num_stages - 1, 0, -2)
-    return _zero_bubble(num_stages, num_microbatches, name="zb-h2", warm=warm)
-
-
 def data_parallel(replicas: int, accumulation: int = 1) -> Schedule:
     """Plain data parallelism as a one-stage pipeline: each replica runs its share of the micro-batches."""
-    _require_sizes(replicas, accumulation)
+    require_sizes(replicas, accumulation)
     base = capped(1, replicas * accumulation, [replicas], name="data-parallel", replicas=[replicas])
     return with_update(base)
 
@@ -367,7 +310,7 @@ SCHEDULES: dict[str, Generator] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-"""The named orders that need nothing but N and M; `1f1b` also needs caps (`capped`)."""
+"""The named orders that need nothing but N and M; `1f1b` (`capped`) and `zb` (`zero_bubble`) also need caps."""
 
 
 def make_schedule(
@@ -380,26 +323,29 @@ def make_schedule(
     virtual: int = 2,
     slots: str = "table",
 ) -> Schedule:
-    """The schedule of that name. `caps` belong to 1f1b; `virtual` to interleaved; `slots` to fbp-as."""
-    known = [*SCHEDULES, "1f1b"]
+    """The schedule of that name. `caps` belong to 1f1b and zb; `virtual` to interleaved; `slots` to fbp-as."""
+    known = [*SCHEDULES, "1f1b", "zb"]
     if name not in known:
         raise BaPipeError(f"unknown schedule '{name[:60]}'{nearest(name, known)}; known: {', '.join(known)}")
-    _require_sizes(num_stages, num_microbatches)
+    require_sizes(num_stages, num_microbatches)
     if replicas is not None and (len(replicas) != num_stages or min(replicas) < 1):
         raise BaPipeError(
             f"{num_stages} stages need {num_stages} replica counts of at least 1, got {list(replicas)[:16]}"
         )
-    if caps is not None and name != "1f1b":
-        raise BaPipeError(f"--cap belongs to the schedule 1f1b; {name} sets its own K per stage")
+    if caps is not None and name not in ("1f1b", "zb"):
+        raise BaPipeError(f"--cap belongs to the schedules 1f1b and zb; {name} sets its own K per stage")
     if name == "interleaved":
         _refuse_replicas(name, replicas)
         return interleaved(num_stages, num_microbatches, virtual=virtual)
     if name == "fbp-as":
         _refuse_replicas(name, replicas)
         return fbp_as(num_stages, num_microbatches, slots=slots)
-    if name == "1f1b":
+    if name in ("1f1b", "zb"):
         if caps is None:
-            raise BaPipeError("1f1b needs --cap, one K per stage, such as --cap 7,5,3,1")
+            raise BaPipeError(f"{name} needs --cap, one K per stage, such as --cap 7,5,3,1")
+        if name == "zb":
+            _refuse_replicas(name, replicas)
+            return zero_bubble(num_stages, num_microbatches, caps)
         return capped(num_stages, num_microbatches, caps, replicas=replicas)
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     if replicas is None or max(replicas) == 1:

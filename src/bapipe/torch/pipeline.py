@@ -11,7 +11,7 @@ for inputs, targets in loader:
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,25 +23,30 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.plan import Plan, read_plan
 from bapipe.schedule.actions import Action
-from bapipe.torch.capturing import Captured, capture
+from bapipe.torch.capturing import Captured
 from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.executor import Executor, RankTrace
 from bapipe.torch.join import device_of, join
 from bapipe.torch.loss import LossFunction, LossSum
-from bapipe.torch.materialise import fill, initialise, open_state
 from bapipe.torch.microbatches import split_inputs, split_targets
-from bapipe.torch.prepare import check_model, other_names, own_stages, stage_parameters, unused_state
+from bapipe.torch.prepare import (
+    Build,
+    materialise_stages,
+    other_names,
+    own_stages,
+    planned_model,
+    stage_parameters,
+    unused_state,
+)
 from bapipe.torch.recorder import clock_for
-from bapipe.torch.reduce import Reducer, TiedWeights
+from bapipe.torch.reduce import Reducer, TiedWeights, make_sums
 from bapipe.torch.stage_runner import StageRunner
 from bapipe.torch.support import microbatch_sizes, runnable_schedule
 from bapipe.torch.transport import guarded
 from bapipe.torch.transport.choose import make_transport
 from bapipe.torch.watch import Watch
 
-__all__ = ["Pipeline"]
-
-Build = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+__all__ = ["Build", "Pipeline"]
 
 
 class Pipeline:
@@ -98,7 +103,8 @@ class Pipeline:
         self._autocast = autocast
         self._dtypes_known = False
         with self.watch.guard():
-            self._prepare(_captured(build_model, self.plan, seed), loss_fn, checkpoint=checkpoint, seed=seed or 0)
+            captured = planned_model(build_model, self.plan, seed)
+            self._prepare(captured, loss_fn, checkpoint=checkpoint, seed=seed or 0)
             self._transport = make_transport(transport, device=self.device, timeout=timeout)
         note = self.watch.progress.note_action
         self.clock = clock_for(self.device)
@@ -124,7 +130,7 @@ class Pipeline:
     ) -> None:
         """This rank's stages, and with whom it sums what."""
         users = stage_parameters(captured, self.plan)
-        _materialise(captured, self.plan, self.stages, checkpoint, seed)
+        materialise_stages(captured, self.plan, self.stages, checkpoint, seed)
         self.aliases = other_names(captured.module)
         """other names in the model's state_dict -> the first name of the same tensor"""
         self._unused = unused_state(captured) if self.rank == 0 else {}
@@ -158,6 +164,7 @@ class Pipeline:
 
     def _make_runners(self) -> dict[int, StageRunner]:
         last = self._schedule.num_stages - 1
+        parted = self._schedule.parted_stages()
         return {
             index: StageRunner(
                 index,
@@ -166,6 +173,7 @@ class Pipeline:
                 evaluation=self._own.evaluation[index],
                 device=self.device,
                 recompute=self.plan.stages[index].recompute,
+                parted=index in parted,
                 loss=self._loss if index == last else None,
                 output=self._own.output if index == last else None,
             )
@@ -173,21 +181,9 @@ class Pipeline:
         }
 
     def _make_sums(self, users: Mapping[str, tuple[int, ...]]) -> tuple[dict[int, Reducer], TiedWeights]:
-        """Who sums what with whom. Every rank makes all groups, in the same order."""
-        placement = self._schedule.placement
-        ranks = {
-            name: tuple(sorted({rank for stage in stages for rank in placement[stage]}))
-            for name, stages in users.items()
-        }
-        tied = {name for name, stages in users.items() if len(stages) > 1 and len(ranks[name]) > 1}
-        shared = {tuple(sorted(item)) for item in placement if len(item) > 1} | {ranks[name] for name in tied}
-        groups = {members: dist.new_group(list(members), timeout=self.timeout) for members in sorted(shared)}
-        reducers = {}
-        for stage, runner in self._runners.items():
-            if len(placement[stage]) > 1:
-                own = [item for name, item in runner.module.named_parameters() if name not in tied]
-                reducers[stage] = Reducer(own, groups[tuple(sorted(placement[stage]))])
-        return reducers, TiedWeights(self._parameters, {name: groups[ranks[name]] for name in tied})
+        """Who sums what with whom."""
+        own = {stage: dict(runner.module.named_parameters()) for stage, runner in self._runners.items()}
+        return make_sums(self._schedule.placement, users, own, timeout=self.timeout)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this rank's stages, for an optimizer."""
@@ -401,34 +397,3 @@ def _both(first: Callable[[Action], None], second: Callable[[Action], None]) -> 
         second(action)
 
     return call
-
-
-def _materialise(
-    captured: Captured,
-    plan: Plan,
-    stages: Sequence[int],
-    checkpoint: str | Path | Mapping[str, Tensor] | None,
-    seed: int,
-) -> None:
-    """Weights for this rank's stages, where they come from a checkpoint or have no memory yet."""
-    parts = [plan.stages[index] for index in stages]
-    own = [layer for part in parts for layer in captured.layers[part.first_layer : part.last_layer + 1]]
-    parameters = {name for layer in own for name in layer.parameters}
-    if checkpoint is not None:
-        saved = captured.module.state_dict()
-        buffers = {name for layer in own for name in layer.buffers if name in saved}
-        fill(captured.module, parameters | buffers, open_state(checkpoint))
-    else:
-        initialise(captured.module, parameters, seed=seed)
-
-
-def _captured(build_model: Build | Captured, plan: Plan, seed: int | None) -> Captured:
-    if isinstance(build_model, Captured):
-        captured = build_model
-    else:
-        if seed is not None:
-            torch.manual_seed(seed)
-        module, args, kwargs = build_model()
-        captured = capture(module, args, kwargs, check=plan.model.fingerprint is None)
-    check_model(captured, plan)
-    return captured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,21 +14,28 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.plan import Plan, PlanStage
 from bapipe.schedule.actions import Schedule
-from bapipe.torch.capturing import Captured, Stage
-from bapipe.torch.capturing.private import swap_parameter, unflatten
+from bapipe.torch.capturing import Captured, Stage, capture
+from bapipe.torch.capturing.private import flatten_recurrent, swap_parameter, unflatten
 from bapipe.torch.dtypes import DTYPES
+from bapipe.torch.materialise import fill, initialise, open_state
 from bapipe.torch.microbatches import InputSpec
 from bapipe.torch.transport import Message, TensorShape
 
 __all__ = [
+    "Build",
     "OwnStages",
     "check_model",
+    "materialise_stages",
     "other_names",
     "own_stages",
     "parts_of",
+    "planned_model",
     "stage_parameters",
     "unused_state",
 ]
+
+Build = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+"""makes (module, args, kwargs) with an example of the module's inputs"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,6 +71,19 @@ class OwnStages:
                 self.messages[key] = tuple(
                     replace(about, dtype=dtype) for about, dtype in zip(message, dtypes, strict=True)
                 )
+
+
+def planned_model(build_model: Build | Captured, plan: Plan, seed: int | None) -> Captured:
+    """The plan's model, captured: as it was built, or as `build_model` makes it. Refuses another model."""
+    if isinstance(build_model, Captured):
+        captured = build_model
+    else:
+        if seed is not None:
+            torch.manual_seed(seed)
+        module, args, kwargs = build_model()
+        captured = capture(module, args, kwargs, check=plan.model.fingerprint is None)
+    check_model(captured, plan)
+    return captured
 
 
 def check_model(captured: Captured, plan: Plan) -> None:
@@ -160,6 +181,25 @@ def _check_parts(captured: Captured, plan: Plan) -> None:
             done[part.layer] = part.stop
 
 
+def materialise_stages(
+    captured: Captured,
+    plan: Plan,
+    stages: Sequence[int],
+    checkpoint: str | Path | Mapping[str, Tensor] | None,
+    seed: int,
+) -> None:
+    """Weights for a rank's stages, where they come from a checkpoint or have no memory yet."""
+    parts = [plan.stages[index] for index in stages]
+    own = [layer for part in parts for layer in captured.layers[part.first_layer : part.last_layer + 1]]
+    parameters = {name for layer in own for name in layer.parameters}
+    if checkpoint is not None:
+        saved = captured.module.state_dict()
+        buffers = {name for layer in own for name in layer.buffers if name in saved}
+        fill(captured.module, parameters | buffers, open_state(checkpoint))
+    else:
+        initialise(captured.module, parameters, seed=seed)
+
+
 def own_stages(
     captured: Captured,
     plan: Plan,
@@ -182,6 +222,8 @@ def own_stages(
         }
         for training in (True, False)
     )
+    for by_size in stages.values():
+        flatten_recurrent(captured.module, dict(next(iter(by_size.values())).named_parameters()))
     messages, differentiable = {}, {}
     for boundary, part in enumerate(plan.stages[:-1]):
         for size, one in captures.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from bapipe.torch.transport import guarded
 
-__all__ = ["BUCKET_BYTES", "Reducer", "TiedWeights"]
+__all__ = ["BUCKET_BYTES", "Reducer", "TiedWeights", "make_sums"]
 
 BUCKET_BYTES = 25 * 2**20
 """as torch's DistributedDataParallel"""
@@ -117,3 +118,31 @@ class TiedWeights:
             with guarded(None):
                 dist.all_reduce(gradient, group=group)
             parameter.grad = gradient
+
+
+def make_sums(
+    placement: Sequence[Sequence[int]],
+    users: Mapping[str, tuple[int, ...]],
+    own: Mapping[int, Mapping[str, nn.Parameter]],
+    *,
+    timeout: datetime.timedelta,
+) -> tuple[dict[int, Reducer], TiedWeights]:
+    """Who sums what with whom, by stage and for tied weights. Every rank makes all groups, in the same order.
+
+    `placement` has the ranks of each stage, `users` the stages that hold each parameter, `own` the parameters of
+    this rank's stages.
+    """
+    ranks = {
+        name: tuple(sorted({rank for stage in stages for rank in placement[stage]}))
+        for name, stages in users.items()
+    }
+    tied = {name for name, stages in users.items() if len(stages) > 1 and len(ranks[name]) > 1}
+    shared = {tuple(sorted(item)) for item in placement if len(item) > 1} | {ranks[name] for name in tied}
+    groups = {members: dist.new_group(list(members), timeout=timeout) for members in sorted(shared)}
+    reducers = {}
+    for stage, parameters in own.items():
+        if len(placement[stage]) > 1:
+            summed = [item for name, item in parameters.items() if name not in tied]
+            reducers[stage] = Reducer(summed, groups[tuple(sorted(placement[stage]))])
+    held = {name: item for parameters in own.values() for name, item in parameters.items()}
+    return reducers, TiedWeights(held, {name: groups[ranks[name]] for name in tied})

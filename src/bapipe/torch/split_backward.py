@@ -10,6 +10,9 @@ second starts again at those nodes and runs only the branches.
 A weight that hangs on several trunk nodes would be counted again by every node above it, so it gets its gradient
 in the first part; so does one of a recurrent layer whose library makes both gradients in one go. A stage without
 inputs that want an error has no trunk: all is done in the second part.
+
+Between the parts a micro-batch holds the gradients that were noted, and of what its forward saved only what the
+second part asks for. Which that is, is seen at the first micro-batch, where both parts run at once.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
+
+from bapipe.torch.saved_values import SavedValues
 
 __all__ = ["DelayedWeights", "SplitBackward"]
 
@@ -54,13 +59,20 @@ class _Anatomy:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DelayedWeights:
-    """What the second part needs; holds the graph of the micro-batch."""
+    """What the second part needs; holds the graph of the micro-batch from the uppermost branch down."""
 
     entered: tuple[tuple[Node, list[tuple[Tensor | None, ...]], tuple[nn.Parameter, ...]], ...]
     """trunk node, the gradients that entered it, and the weights on its branch"""
-    outputs: tuple[Tensor, ...]
-    errors: tuple[Tensor | None, ...]
-    free: tuple[nn.Parameter, ...]
+    free: tuple[nn.Parameter, ...] = ()
+    """weights that no trunk leads to, with what to differentiate for them and the errors of that"""
+    outputs: tuple[Tensor, ...] = ()
+    errors: tuple[Tensor | None, ...] = ()
+    saved: SavedValues | None = None
+
+    def gradients(self) -> list[Tensor]:
+        """What it holds beside the graph."""
+        noted = [item for _, gradients, _ in self.entered for entered in gradients for item in entered]
+        return [item for item in (*noted, *self.errors) if item is not None]
 
     def run(self) -> None:
         """Add the weight gradients to `.grad`."""
@@ -75,6 +87,8 @@ class DelayedWeights:
                     _add([edge for edge, _ in edges], [gradient for _, gradient in edges], weights)
         if self.free:
             _add(self.outputs, self.errors, self.free)
+        if self.saved is not None:
+            self.saved.keep_only(())  # a value may hold the graph that holds it
 
 
 def _add(outputs: Sequence[Any], errors: Sequence[Tensor | None], weights: Sequence[nn.Parameter]) -> None:
@@ -96,11 +110,24 @@ class SplitBackward:
         self._weights = [weight for weight in weights if weight.requires_grad]
         self._fixed = fixed
         self._anatomy: _Anatomy | None = None
+        self._needed: frozenset[int] = frozenset()
+        """numbers of the saved values that the second part asks for"""
+        self._count: int | None = None
+        """of the saved values of which that is known"""
 
     def run(
-        self, outputs: Sequence[Tensor], errors: Sequence[Tensor | None], inputs: Sequence[Tensor]
+        self,
+        outputs: Sequence[Tensor],
+        errors: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        *,
+        saved: SavedValues | None = None,
     ) -> DelayedWeights:
-        """The first part: errors into the inputs' `.grad`. All outputs have a gradient, all inputs want one."""
+        """The first part: errors into the inputs' `.grad`. All outputs have a gradient, all inputs want one.
+
+        With `saved`, what the forward saved, which must be in the same order every time, the second part of the
+        first micro-batch follows at once, and from then on nothing is held that it does not need.
+        """
         roots = [output.grad_fn for output in outputs]
         nodes = self._nodes(roots) if self._fixed else None
         if nodes is None:
@@ -121,12 +148,22 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
-        return DelayedWeights(
+        free = tuple(self._weights[index] for index in anatomy.free)
+        delayed = DelayedWeights(
             entered=tuple(entered),
-            outputs=tuple(outputs),
-            errors=tuple(errors),
-            free=tuple(self._weights[index] for index in anatomy.free),
+            free=free,
+            outputs=tuple(outputs) if free else (),
+            errors=tuple(errors) if free else (),
+            saved=saved,
         )
+        if saved is None:
+            return delayed
+        if self._count is None:
+            self._needed, self._count = saved.used_by(delayed.run), len(saved)
+            return DelayedWeights(entered=())
+        if len(saved) == self._count:
+            saved.keep_only(self._needed)
+        return delayed
 
     def _nodes(self, roots: Sequence[Node | None]) -> list[Node] | None:
         """The nodes of the branches in this micro-batch's graph; None if it is not the known one."""

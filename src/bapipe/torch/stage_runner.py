@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch.func import functional_call
 
 from bapipe.torch.capturing import Stage
 from bapipe.torch.loss import LossSum
+from bapipe.torch.saved_values import SavedValues
 from bapipe.torch.split_backward import DelayedWeights, SplitBackward
 
 __all__ = ["StageRunner"]
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class StageRunner:
@@ -29,12 +33,14 @@ class StageRunner:
         evaluation: Mapping[int, Stage] | None = None,
         device: torch.device | None = None,
         recompute: bool = False,
+        parted: bool = False,
         loss: LossSum | None = None,
         output: Callable[[Sequence[Any]], Any] | None = None,
     ) -> None:
         """`modules` by micro-batch size, `evaluation` the same in evaluation mode; `sizes` are the micro-batches'.
 
-        The last stage has a `loss`, and puts together what the model returns with `output`.
+        `parted`: its backwards are done in two parts, `input_gradient` and `weight_gradient`. The last stage has a
+        `loss`, and puts together what the model returns with `output`.
         """
         self.stage = stage
         self.recompute = recompute
@@ -58,6 +64,9 @@ class StageRunner:
         spec = self.spec
         self._delayed: dict[int, DelayedWeights | None] = {}
         """micro-batch -> weight gradients that wait for their turn"""
+        self._saved: dict[int, SavedValues] = {}
+        """micro-batch -> what its forward saved, until it is known what of it the weight gradients need"""
+        self._watches = parted and not spec.whole
         # Only what a capture has fixed has the same graph every time: no loss, no module that is kept whole.
         self._split = SplitBackward(list(self.module.parameters()), fixed=loss is None and not spec.whole)
         self._takes_error = [about.requires_grad for about in spec.received]
@@ -102,7 +111,7 @@ class StageRunner:
 
     @property
     def idle(self) -> bool:
-        return not self._live and not self._before
+        return not self._live and not self._before and not self._saved
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage, detached; nothing at the last stage, which keeps its loss."""
@@ -161,12 +170,19 @@ class StageRunner:
         leaves = self._inputs[microbatch] if self._roots else ()
         values = (*received, *(self._here(leaves[index]) for index in self._roots))
         others = {**self._weights, **(buffers or {})}
-        made = functional_call(module, others, values) if others else module(*values)
+        with self._watched(microbatch):
+            made = functional_call(module, others, values) if others else module(*values)
         if self._loss is None:
             return tuple(made)
         assert self._output is not None
         target = self._targets[microbatch] if len(self._targets) else None
         return (self._loss.of(self._output(made), target, microbatch, count=count),)
+
+    def _watched(self, microbatch: int) -> AbstractContextManager[None]:
+        if not self._watches or not torch.is_grad_enabled():
+            return _NOTHING
+        saved = self._saved[microbatch] = SavedValues()
+        return saved.watching()
 
     def _here(self, leaf: Any) -> Any:
         """An input of the model on the stage's device, where it gets only now: a mini-batch may be large."""
@@ -191,7 +207,8 @@ class StageRunner:
         received, made = self._live[microbatch]
         outputs, given = self._roots_of_backward(made, errors)
         wanted = [value for value in received if value.requires_grad]
-        self._delayed[microbatch] = self._split.run(outputs, given, wanted) if outputs else None
+        saved = self._saved.pop(microbatch, None)
+        self._delayed[microbatch] = self._split.run(outputs, given, wanted, saved=saved) if outputs else None
         self._live[microbatch] = ((), ())
         return self._errors(received)
 

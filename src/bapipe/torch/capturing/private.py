@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "argument_names",
     "call_structure",
     "flatten",
+    "flatten_recurrent",
     "function_classes",
     "is_symbolic",
     "load_tracer",
@@ -222,6 +223,27 @@ def swap_parameter(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         module._parameters[name] = tensor  # type: ignore[assignment]
     else:
         module._buffers[name] = tensor
+
+
+def flatten_recurrent(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Lay the weights of each recurrent layer in one piece of GPU memory, as cuDNN wants them.
+
+    `weights` are those of a stage, by the module's names; a layer of which it has only some is left as it is.
+    Weights that lie apart are copied in every forward, and the backward keeps the copy.
+    """
+    for path, layer in module.named_modules():
+        if not isinstance(layer, nn.RNNBase):
+            continue
+        prefix = f"{path}." if path else ""
+        own = [weights.get(prefix + name) for name in layer._flat_weights_names]
+        if any(item is None or not item.is_cuda for item in own):
+            continue
+        before = layer._flat_weights
+        try:
+            layer._flat_weights = own
+            layer.flatten_parameters()
+        finally:
+            layer._flat_weights = before
 
 
 def function_classes() -> list[type[Any]]:

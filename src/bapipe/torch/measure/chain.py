@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing import Captured, capture
-from bapipe.torch.capturing.private import flatten, unflatten
+from bapipe.torch.capturing.private import flatten, flatten_recurrent, unflatten
 from bapipe.torch.measure.record import MeasuredLayer
 
 __all__ = ["CapturedChain", "Chain", "Piece", "chain_of", "on_device", "tensors_of"]
@@ -122,6 +122,8 @@ class CapturedChain:
     def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> Piece:
         parts = None if part is None else {first: part}
         stage = self.captured.stage(first, last, parts=parts, device=self.device).to(self.device)
+        if part is not None:
+            flatten_recurrent(self.module, dict(stage.named_parameters()))
         spec = stage.stage_spec
         return Piece(
             first=first,

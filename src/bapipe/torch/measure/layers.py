@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from bapipe.torch.measure.chain import Chain, Piece
 from bapipe.torch.measure.clock import Clock, CudaClock, Lap
+from bapipe.torch.measure.memory import storage_of
 from bapipe.torch.measure.record import Reading
 from bapipe.torch.measure.statistics import Stopping, summarise
-from bapipe.torch.split_backward import SplitBackward
+from bapipe.torch.saved_values import SavedValues
+from bapipe.torch.split_backward import DelayedWeights, SplitBackward
 
 __all__ = ["PieceTimes", "Walk", "empty_piece", "inputs_of", "time_piece", "walk"]
 
@@ -45,6 +47,10 @@ class PieceTimes:
     forward: Reading
     backward: Reading
     input_gradient: Reading | None
+    weight_gradient: Reading | None = None
+    """of the rest of a backward in two parts; None: not taken apart"""
+    delayed: float | None = None
+    """bytes held between the two parts"""
 
 
 def walk(chain: Chain, pieces: Sequence[Piece], size: int) -> Walk:
@@ -103,10 +109,9 @@ class _Run:
         if outputs:
             torch.autograd.backward(outputs, self.errors)
 
-    def gradient(self, outputs: Sequence[Tensor]) -> None:
+    def gradient(self, outputs: Sequence[Tensor]) -> DelayedWeights:
         """The first part of a backward in two: the errors for the layer before."""
-        if outputs:
-            self._split.run(outputs, self.errors, self.leaves)
+        return self._split.run(outputs, self.errors, self.leaves)
 
 
 def time_piece(
@@ -114,7 +119,7 @@ def time_piece(
 ) -> PieceTimes:
     """Sample the piece until `stopping` has enough. Parameters' gradients are added to what is there.
 
-    `apart`: the first part of a split backward too; what the whole backward takes longer is the weights'.
+    `apart`: the backward in two parts too, as zero-bubble orders run it.
     """
     run = _Run(piece, inputs)
     if isinstance(clock, CudaClock):
@@ -130,15 +135,26 @@ def time_piece(
         laps = _sample(clock, lambda: _whole_sample(run, clock))
         whole.append(laps)
         totals.append(sum(max(lap.host, lap.device or 0.0) for lap in (laps[0], laps[2])))
-    parts = []
-    if apart and run.leaves and piece.parameters:
-        count = stopping.exact or (_SPLIT_SAMPLES if min(totals) < _LONG else 1)
-        parts = [_sample(clock, lambda: _split_sample(run, clock)) for _ in range(count)]
-    backward = _reading([laps[2] for laps in whole])
-    return PieceTimes(
+    times = PieceTimes(
         forward=_reading([laps[0] for laps in whole]),
-        backward=backward,
-        input_gradient=_reading([laps[0] for laps in parts]) if parts else None if piece.parameters else backward,
+        backward=_reading([laps[2] for laps in whole]),
+        input_gradient=None if piece.parameters else _reading([laps[2] for laps in whole]),
+    )
+    if not apart or not run.leaves or not piece.parameters or not run.errors:
+        return times
+    count = stopping.exact or (_SPLIT_SAMPLES if min(totals) < _LONG else 1)
+    held = 0.0
+
+    def take() -> None:
+        nonlocal held
+        held = _split_sample(run, clock)
+
+    parts = [_sample(clock, take) for _ in range(count)]
+    return replace(
+        times,
+        input_gradient=_reading([laps[0] for laps in parts]),
+        weight_gradient=_reading([laps[1] for laps in parts]),
+        delayed=held,
     )
 
 
@@ -165,14 +181,22 @@ def _whole_sample(run: _Run, clock: Clock) -> None:
     clock.mark()
 
 
-def _split_sample(run: _Run, clock: Clock) -> None:
-    arguments = run.fresh()
+def _split_sample(run: _Run, clock: Clock) -> float:
+    """Returns the bytes that are held between the two parts: what the second needs, weights and buffers apart."""
+    arguments, saved = run.fresh(), SavedValues()
     clock.begin()
-    outputs = run.forward(arguments)
+    with saved.watching():
+        outputs = run.forward(arguments)
     clock.chill(run.errors)
     clock.mark()
-    run.gradient(outputs)
+    later = run.gradient(outputs)
     clock.mark()
+    held = later.gradients()
+    held += saved.values(saved.used_by(later.run))
+    clock.mark()
+    saved.keep_only(())
+    known = {storage_of(item)[0] for item in (*run.piece.state, *run.piece.parameters)}
+    return float(sum(nbytes for address, nbytes in set(map(storage_of, held)) if address not in known))
 
 
 def _reading(laps: Sequence[Lap]) -> Reading:

@@ -73,7 +73,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
     leaves, _ = chain.inputs(size)
     state = {storage_of(tensor)[0] for tensor in chain.state()}
     count = len(pieces)
-    stash, workspace, ahead, back = [0.0] * count, [0.0] * count, [0.0] * count, [0.0] * count
+    stash, workspace, ahead, back = ([0.0] * count for _ in range(4))
     flight = _Flight()
     roots: set[int] = set()
     values: Sequence[Any] = ()

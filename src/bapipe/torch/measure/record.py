@@ -81,7 +81,12 @@ class UnitTiming:
     backward: Reading
     """with gradients added to those that are there, as from the second micro-batch on"""
     input_gradient: Reading | None
-    """autograd.grad of the received values alone; None: not taken apart, or nothing received has a gradient"""
+    """the first part of a backward in two, for the received values alone; None: not taken apart, or nothing
+    received has a gradient"""
+    weight_gradient: Reading | None = None
+    """the second part; None: likewise, or there are no weights"""
+    delayed: float | None = None
+    """bytes held between the two parts; None: likewise"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -309,6 +309,8 @@ def _time_units(
             forward=times.forward,
             backward=times.backward,
             input_gradient=times.input_gradient,
+            weight_gradient=times.weight_gradient,
+            delayed=times.delayed,
         )
         others = [
             item

@@ -1,26 +1,28 @@
-"""GNMT-L for any L from a profile of GNMT-8: further layers cost what the last of their kind do."""
+"""GNMT-L for any L: its profile from that of GNMT-8, and the model itself, built and traced within seconds.
+
+Further layers cost what the last of their kind do. The model is built without memory, so that a rank allocates its
+own stages only: eight whole GNMT-158 are 57 GB. And its LSTMs are traced as one operation each: torch would trace
+every one of their 50 time steps, a second or two per layer, to find out the shape of the result.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from bapipe.errors import BaPipeError
 from bapipe.profile import CostTable, Profile
+from bapipe.torch.zoo.common import Built, classes_loss, finish
+from bapipe.torch.zoo.gnmt import GNMT, BahdanauAttention, make_batch
 
-__all__ = ["deep_profile"]
+__all__ = ["build_deep_gnmt", "deep_profile", "loss", "make_batch", "trace_lstms_whole"]
 
-_ROWS = (
-    "forward",
-    "backward",
-    "weight_gradient",
-    "boundary_forward",
-    "boundary_backward",
-    "stash",
-    "layer_workspace",
-    "part_forward",
-    "part_backward",
-    "part_stash",
-)
+loss = classes_loss
 
 
 def deep_profile(profile: Profile, layers: int) -> Profile:
@@ -33,6 +35,7 @@ def deep_profile(profile: Profile, layers: int) -> Profile:
     model = replace(
         profile.model,
         name=f"gnmt-{layers}",
+        ref=f"{__name__}:{build_deep_gnmt.__name__}",
         args={**profile.model.args, "layers": layers},
         fingerprint=None,
     )
@@ -48,9 +51,76 @@ def _names(half: int, *, last: int) -> list[str]:
 
 
 def _reordered(table: CostTable, order: list[int]) -> CostTable:
+    """All that has a column per layer, with the columns in this order."""
     changed: dict[str, Any] = {"update": tuple(table.update[index] for index in order)}
-    for name in _ROWS:
-        rows = getattr(table, name)
-        if rows is not None:
-            changed[name] = tuple(tuple(row[index] for index in order) for row in rows)
+    for field in fields(table):
+        rows = getattr(table, field.name)
+        if isinstance(rows, tuple) and rows and isinstance(rows[0], tuple):
+            changed[field.name] = tuple(tuple(row[index] for index in order) for row in rows)
     return replace(table, **changed)
+
+
+class DeepGNMT(GNMT):
+    """GNMT whose attention, too, can be given values after it was built without memory."""
+
+    def _init_weights(self, owner: nn.Module) -> None:
+        if not isinstance(owner, BahdanauAttention):
+            raise BaPipeError(f"{type(owner).__name__} has no reset_parameters")
+        nn.init.uniform_(owner.score, -0.1, 0.1)
+        nn.init.zeros_(owner.bias)
+        nn.init.constant_(owner.scale, len(owner.score) ** -0.5)
+
+
+def build_deep_gnmt(
+    *,
+    layers: int,
+    batch: int = 2,
+    sequence: int = 50,
+    hidden: int = 1024,
+    vocabulary: int = 32320,
+    dropout: float = 0.2,
+    with_loss: bool = False,
+) -> Built:
+    """GNMT on the meta device, with an example of its inputs."""
+    with torch.device("meta"):
+        module = DeepGNMT(layers=layers, hidden=hidden, vocabulary=vocabulary, dropout=dropout)
+    inputs, target = make_batch(0, batch, sequence=sequence, vocabulary=vocabulary)
+    return finish(module, inputs, target, with_loss=with_loss, float64=False)
+
+
+def trace_lstms_whole() -> None:
+    """From now on this process finds the shapes of a traced LSTM's results without tracing its time steps.
+
+    What runs on real tensors is as it was.
+    """
+    operation = torch.ops.aten.lstm.input
+    for key, kernel in list(operation.py_kernels.items()):
+        operation.py_kernels[key] = _whole(kernel)
+    operation._dispatch_cache.clear()
+
+
+def _whole(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def lstm(
+        given: Tensor,
+        state: list[Tensor],
+        weights: list[Tensor],
+        has_biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        both_ways: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not isinstance(given, FakeTensor):
+            found: tuple[Tensor, Tensor, Tensor] = kernel(
+                given, state, weights, has_biases, layers, dropout, train, both_ways, batch_first
+            )
+            return found
+        width = state[0].shape[-1] * (2 if both_ways else 1)
+        first, second = given.shape[:2]
+        made = given.new_empty((second, first, width) if batch_first else (first, second, width))
+        # It lies in memory step by step.
+        output = made.transpose(0, 1) if batch_first else made
+        return output, torch.empty_like(state[0]), torch.empty_like(state[1])
+
+    return lstm

@@ -22,10 +22,14 @@ def all_tables(result: dict[str, Any]) -> str:
 def result_table(result: dict[str, Any]) -> str:
     """A row per case: predicted beside measured."""
     links = result["links"]
-    lines = [
-        f"{result['slices']} slices of 16 GB; links {links.get('bandwidth', 0) / 1e9:.1f} GB/s and "
-        f"{links.get('latency', 0) * 1e6:.0f} µs, all-reduce {links.get('all_reduce', 0) / 1e9:.2f} GB/s, "
-        "as measured before the runs.",
+    reduced = f"all-reduce {links.get('all_reduce', 0) / 1e9:.2f} GB/s"
+    if "all_reduce_loaded" in links:
+        reduced += f" (beside compute {links['all_reduce_loaded'] / 1e9:.2f})"
+    lines = ["A rehearsal on the CPU: its times mean nothing.", ""] if result.get("rehearsal") else []
+    lines += [
+        f"{result['slices']} slices of {result['memory'] / 1e9:.0f} GB; "
+        f"links {links.get('bandwidth', 0) / 1e9:.1f} GB/s and {links.get('latency', 0) * 1e6:.0f} µs, {reduced}, "
+        f"{'emulated' if result.get('emulated') else 'as measured before the runs'}.",
         "",
         "| model | case | micro-batch | mini-batch | predicted, s | measured, s | error | samples/s | memory, GB "
         "| error |",
@@ -33,16 +37,18 @@ def result_table(result: dict[str, Any]) -> str:
     ]
     for row in result["rows"]:
         if "error" in row:
-            lines.append(f"| {row['model']} | {row['case']} | | | | {row['error'][:120]} | | | | |")
+            told = " ".join(row["error"].split())[:200].replace("|", "\\|")
+            lines.append(f"| {row['model']} | {row['case']} | | | | {told} | | | | |")
             continue
-        pairs = list(zip(row["memory_predicted"], row["memory_measured"], strict=False))
-        fullest = max(measured for _, measured in pairs)
-        off = max((predicted / measured - 1 for predicted, measured in pairs), key=abs)
+        known = [size for size in row["memory_measured"] if size]
+        fullest = f"{max(known) / 1e9:.2f}" if known else ""
+        pairs = list(zip(row.get("memory_predicted", ()), row["memory_measured"], strict=False))
+        off = max((predicted / measured - 1 for predicted, measured in pairs if measured), key=abs, default=None)
         lines.append(
             f"| {row['model']} | {row['case']} ({row['schedule']}{', recomputing' if row['recompute'] else ''}) "
             f"| {row['microbatch']} | {row['minibatch']} | {row['predicted']:.3f} | {row['measured']:.3f} "
-            f"| {row['predicted'] / row['measured'] - 1:+.1%} | {row['throughput']:.0f} | {fullest / 1e9:.2f} "
-            f"| {off:+.1%} |"
+            f"| {row['predicted'] / row['measured'] - 1:+.1%} | {row['throughput']:.0f} | {fullest} "
+            f"| {'' if off is None else f'{off:+.1%}'} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -2,138 +2,122 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import gc
 import json
 import os
+import resource
 import signal
-import statistics
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deep_gnmt import build_deep_gnmt, trace_lstms_whole
 from emulated import slow_down
+from links import measure_links
+from torch_schedules import train_torch
 
 from bapipe.plan import read_plan
 from bapipe.run_record import write_run
+from bapipe.torch.blame import one_line
+from bapipe.torch.capturing import capture
 from bapipe.torch.pipedream_train import train_pipedream
 from bapipe.torch.train import Settings, train
-from bapipe.torch.transport import Wire, make_transport
-from bapipe.torch.transport.wire import TensorShape
-
-SIZE = 16 * 2**20
-"""bytes of the messages that links are measured with"""
 
 
-def main(folder: Path) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def main(folder: Path, device: torch.device, limit: int) -> None:
+    slice_, count, parent = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.getppid()
     faulthandler.register(signal.SIGUSR1)
-    torch.cuda.set_device(0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    trace_lstms_whole()
+    if limit:  # what tracing needs for itself is there before the memory is limited
+        capture(*build_deep_gnmt(layers=4, hidden=8, vocabulary=8, sequence=2, with_loss=True), check=False)
     number = 0
     while True:
         path = folder / f"request-{number}.json"
         if not path.exists():
+            if os.getppid() != parent:
+                return  # nobody is left to ask
             time.sleep(0.02)
             continue
         request = json.loads(path.read_text(encoding="utf-8"))
         if request.get("stop"):
             return
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store-{number}",
-            rank=rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=120),
-        )
+        members = request.get("slices", list(range(count)))
+        if slice_ not in members:
+            number += 1
+            continue
+        rank, world = members.index(slice_), len(members)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
         try:
-            answer = answered(request, rank, world)
-        except Exception:
-            traceback.print_exc()  # the process ends at once, so that the others are not waited for
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store-{number}",
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=120),
+            )
+            with _limited(limit):
+                answer = answered(request, device)
+            dist.barrier()
+        except BaseException as error:  # the process ends at once, so that the others are not waited for
+            traceback.print_exc()
             sys.stderr.flush()
+            _write(
+                folder / f"failure-{number}-{rank}", {"at": time.time(), "rank": rank, "error": one_line(error)}
+            )
             os._exit(1)
         if rank == 0:
-            part = folder / f"answer-{number}.part"
-            part.write_text(json.dumps(answer), encoding="utf-8")
-            part.rename(folder / f"answer-{number}.json")
-        dist.barrier()
+            _write(folder / f"answer-{number}", answer)
         dist.destroy_process_group()
         number += 1
 
 
-def answered(request: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+def _write(path: Path, value: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value), encoding="utf-8")
+    part.rename(path.with_suffix(".json"))
+
+
+@contextlib.contextmanager
+def _limited(limit: int) -> Iterator[None]:
+    """No more than so many bytes beyond what the process has now, if any. On a GPU MPS does that."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit:
+        gc.collect()
+        with open("/proc/self/status", encoding="ascii") as lines:
+            held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+        resource.setrlimit(resource.RLIMIT_DATA, (held + limit, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def answered(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     if "links" in request:
-        return measure_links(rank, world)
+        return measure_links(device, rounds=request["links"])
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
-    settings = Settings(steps=request["steps"], transport=request["transport"], timeout=120.0)
-    slow_down(request.get("emulate"))
     plan = read_plan(request["plan"])
+    if request.get("torch"):
+        return train_torch(plan, request["torch"], steps=request["steps"], device=device)
+    settings = Settings(steps=request["steps"], transport=request.get("transport", "auto"), timeout=120.0)
+    slow_down(request.get("emulate"))
     record = (train_pipedream if plan.schedule.name == "pipedream" else train)(plan, settings)
     if record is not None:
         write_run(record, request["run"])
     return {"done": True}
 
 
-def measure_links(rank: int, world: int) -> dict[str, float]:
-    """All neighbours at once, both ways, as in a pipeline; and the all-reduce of a bucket of gradients."""
-    device = torch.device("cuda", 0)
-    transport = make_transport("auto", device=device, timeout=60.0)
-    big = exchanged(transport, rank, world, SIZE, 30)
-    small = exchanged(transport, rank, world, 1024, 60)
-    transport.close()
-    flat = torch.zeros(25 * 2**18, device=device)
-    for _ in range(3):
-        dist.all_reduce(flat)
-    times = []
-    for _ in range(15):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(flat)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    each = statistics.median(times)
-    return {
-        "latency": small,
-        "bandwidth": SIZE / max(big - small, 1e-6),
-        "all_reduce": 2 * (world - 1) / world * flat.nbytes / each,
-    }
-
-
-def exchanged(transport: Any, rank: int, world: int, size: int, rounds: int) -> float:
-    """Seconds of one message from rank to rank, with all ranks sending to both neighbours."""
-    message = (TensorShape(shape=(size // 4,), dtype=torch.float32),)
-    value = torch.zeros(size // 4, device="cuda")
-    peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < world]
-    times = []
-    for _ in range(3):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(rounds):  # a rank cannot be a round ahead of its neighbours
-            waits = []
-            for peer in peers:
-                low = min(rank, peer)
-                waits.append(transport.receive(_wire(low, peer, rank), message))
-                waits.append(transport.send(_wire(low, rank, peer), [value]))
-            for wait in waits:
-                wait()
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / rounds)
-    slowest = torch.tensor(times[1:], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.min())
-
-
-def _wire(boundary: int, source: int, target: int) -> Wire:
-    return Wire(boundary=boundary, onward=source < target, from_rank=source, to_rank=target)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), torch.device(sys.argv[2]), int(sys.argv[3]))

@@ -19,6 +19,7 @@ from bapipe.torch.measure.assemble import to_profile
 from bapipe.torch.measure.layer_times import part_costs
 from bapipe.torch.measure.record import Environment, MeasuredLayer, PartTiming, Reading, SizeMemory, UnitTiming
 from bapipe.torch.measure.statistics import Summary
+from bapipe.torch.zoo.gnmt import build_gnmt
 from split_models import build_split_model
 
 
@@ -55,6 +56,25 @@ def test_every_layer_that_divides_has_part_costs(tmp_path: Path) -> None:
     lstm = ways.index("time steps")
     first = found.measured.part_rounds(4, lstm)[0]
     assert all(reading.host.median > 0 for reading in (*first.forward, *first.backward))
+
+
+def test_parts_that_take_other_inputs_than_the_layer(tmp_path: Path) -> None:
+    """Part of GNMT's first LSTM takes an input of the model, for the size of its state; the layer does not."""
+    torch.manual_seed(0)
+    module, args, kwargs = build_gnmt(layers=4, sequence=4, hidden=8, vocabulary=20)
+    found = profile_module(
+        module,
+        args,
+        kwargs,
+        model=ModelRef(name="gnmt"),
+        settings=Settings(microbatches=(2,), folder=tmp_path, iterations=1, parts=True, whole=False),
+        threads=1,
+    )
+    divided = [layer.name for layer in found.profile.layers if layer.split is not None]
+    assert {"encoder.0", "decoder.0"} <= set(divided)
+    timed = {found.profile.layers[item.layer].name for item in found.measured.parts}
+    assert timed == set(divided)
+    assert found.profile.accelerators["cpu-core"].part_stash is not None
 
 
 def test_parts_go_on_from_what_the_cache_has(tmp_path: Path) -> None:

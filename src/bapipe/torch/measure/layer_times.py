@@ -106,14 +106,14 @@ def layer_times(measured: Measurement, microbatch: int, *, in_step: bool = True)
 
 
 def _parting(measured: Measurement, microbatch: int) -> tuple[float, ...]:
-    """What both parts of a backward take beyond the whole, by layer.
+    """What both parts of a backward take beyond the whole, by layer; of a GPU the device, as the host runs ahead.
 
     A unit's difference may be noise of either sign, so the units' excesses are scaled to what all take together.
     """
 
     def taken(readings: Sequence[Reading]) -> float:
         host, device = _net(readings, measured.empty_backward)
-        return max(host, device or 0.0)
+        return host if device is None else device
 
     over = []
     for first, _ in measured.units:

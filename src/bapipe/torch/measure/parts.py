@@ -72,12 +72,14 @@ def time_parts(
         return time_piece(piece, inputs, clock=clock, stopping=stopping, warmup=warmup, apart=False)
 
     times = timed(first, ahead), timed(second, behind)
-    own = timed(chain.piece(layer, layer), inputs_of(first, values, chain.device)) if whole else None
+    undivided = chain.piece(layer, layer)
+    own = timed(undivided, inputs_of(undivided, values, chain.device)) if whole else None
     stash = None
     if weigh:
         stash = _kept(first, ahead) + _kept(second, behind, received=True)
-        stash -= _kept(chain.piece(layer, layer), ahead, received=True)
-        stash -= sum(value.nbytes for value in tensors_of(ahead[: len(first.receives)]))
+        given = inputs_of(undivided, values, chain.device)
+        stash -= _kept(undivided, given, received=True)
+        stash -= sum(value.nbytes for value in tensors_of(given[: len(undivided.receives)]))
     return PartTiming(
         layer=layer,
         microbatch=size,

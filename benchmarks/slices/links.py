@@ -1,0 +1,134 @@
+"""How fast the links between the ranks are; what a cluster file would say."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapipe.torch.reduce import BUCKET_BYTES
+from bapipe.torch.transport import TensorShape, Wire, make_transport
+
+__all__ = ["measure_links"]
+
+SIZE = 16 * 2**20
+"""bytes of the messages that links are measured with"""
+_SIDE = 4096
+"""of the matrices that keep a GPU busy"""
+_LOADED_SECONDS = 2.0
+"""that measuring beside compute may take"""
+
+
+def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
+    """All neighbours at once, both ways, as in a pipeline; and the all-reduce of a bucket of gradients.
+
+    The all-reduce is measured on idle devices (`all_reduce`) and on devices that compute (`all_reduce_loaded`), as
+    data parallelism has it beside its backward. A CPU has no stream to compute on meanwhile: there the second is
+    the first again.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    transport = make_transport("auto", device=device, timeout=60.0)
+    big = _exchanged(transport, device, SIZE, rounds)
+    small = _exchanged(transport, device, 1024, 2 * rounds)
+    transport.close()
+    dist.barrier()
+    flat = torch.zeros(BUCKET_BYTES // 4, device=device)
+    moved = 2 * (world - 1) / world * flat.nbytes
+    dist.all_reduce(flat)
+    idle = _reduced(flat, max(2, rounds // 2), load=lambda: None)
+    busy = _reduced(
+        flat, max(2, min(rounds // 2, int(_LOADED_SECONDS / (4 * idle)))), load=_load(device, 4 * idle)
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return {
+        "latency": small,
+        "bandwidth": SIZE / max(big - small, 1e-6),
+        "all_reduce": moved / idle if rank == 0 else 0.0,
+        "all_reduce_loaded": moved / busy if rank == 0 else 0.0,
+    }
+
+
+def _reduced(flat: Tensor, rounds: int, *, load: Callable[[], None]) -> float:
+    """Seconds of one all-reduce while the load that is queued before runs; every rank does as many."""
+    number = torch.tensor(float(rounds))
+    dist.broadcast(number, 0)
+    times = []
+    for _ in range(int(number)):
+        _synchronize(flat.device)
+        dist.barrier()
+        load()
+        start = time.perf_counter()
+        dist.all_reduce(flat)
+        _synchronize_stream(flat.device)  # not the device: the load goes on
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _load(device: torch.device, seconds: float) -> Callable[[], None]:
+    """Queues matrix products that keep a GPU busy for so long, on a stream of their own."""
+    if device.type != "cuda":
+        return lambda: None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    matrix = torch.ones(_SIDE, _SIDE, device=device)
+    made = torch.empty_like(matrix)
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        with torch.cuda.stream(stream):
+            torch.mm(matrix, matrix, out=made)
+        stream.synchronize()
+        times.append(time.perf_counter() - start)
+    count = max(1, round(seconds / min(times)))
+
+    def queue() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(count):
+                torch.mm(matrix, matrix, out=made)
+
+    return queue
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _synchronize_stream(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+def _exchanged(transport: Any, device: torch.device, size: int, rounds: int) -> float:
+    """Seconds of one message from rank to rank, with all ranks sending to both neighbours."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    message = (TensorShape(shape=(size // 4,), dtype=torch.float32),)
+    value = torch.zeros(size // 4, device=device)
+    peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < world]
+    times = []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(rounds):  # a rank cannot be a round ahead of its neighbours
+            waits = []
+            for peer in peers:
+                low = min(rank, peer)
+                waits.append(transport.receive(_wire(low, peer, rank), message))
+                waits.append(transport.send(_wire(low, rank, peer), [value]))
+            for wait in waits:
+                wait()
+            _synchronize(device)
+        times.append((time.perf_counter() - start) / rounds)
+    slowest = torch.tensor(times[1:], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.min())
+
+
+def _wire(boundary: int, source: int, target: int) -> Wire:
+    return Wire(boundary=boundary, onward=source < target, from_rank=source, to_rank=target)

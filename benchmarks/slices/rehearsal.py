@@ -26,7 +26,7 @@ SIZES = {"vgg16": (4, 32), "resnet50": (4, 32), "gnmt-8": (4, 32)}
 DEEP: dict[str, Any] = {"hidden": 256, "vocabulary": 256, "sequence": 4, "with_loss": True}
 """a GNMT-8 whose layers fill the memory of a process before they take long"""
 DEEP_MEMORY = 250e6
-_TIMES = ("forward", "backward", "weight_gradient", "part_forward", "part_backward")
+_TIMES = ("forward", "backward", "weight_gradient", "parting", "part_forward", "part_backward")
 
 
 def write_profiles(

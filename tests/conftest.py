@@ -1,6 +1,8 @@
-"""What all tests share: hypothesis without chance, so that a red test is red again tomorrow."""
+"""What all tests share: hypothesis without chance, so that a red test is red again tomorrow; Ctrl+C that reaches."""
 
 from __future__ import annotations
+
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -13,3 +15,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("bapipe")
+
+# Where the tests run in the background of a shell, they and all that they start would not be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

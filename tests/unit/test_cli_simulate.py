@@ -222,10 +222,12 @@ class TestOutput:
             "interleaved",
             "zb-h1",
             "zb-h2",
+            "zb",
         ]
         text = printed("simulate", "all", *SIZES, *COSTS)
         assert all(name in text for name in SCHEDULES)
         assert "1f1b (least" in text
+        assert "zb (least" in text
 
     def test_all_with_blocking_sends_leaves_out_what_cannot_run(self) -> None:
         text = printed("simulate", "all", *SIZES, *COSTS, "--links", "blocking")

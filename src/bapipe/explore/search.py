@@ -278,7 +278,7 @@ def _pipelines(
             if candidate is not None:
                 yield _named(name, candidate.stages), candidate
     if (
-        wanted in (None, "interleaved")
+        (wanted == "interleaved" or (wanted is None and request.stages is None))
         and not paper
         and request.strategy == "exact"
         and not found.hopeless("interleaved")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bapipe.errors import BaPipeError, InfeasibleError
@@ -126,6 +128,16 @@ def test_a_plan_tells_its_own_timeline() -> None:
     found = explore(alike(boundary=[1.0] * 8, weights=[8.0] * 8), made_cluster({"x": 4}, bandwidth=10.0))
     plan = make_plan(found)
     assert plan_timeline(plan).time == pytest.approx(plan.prediction.time)
+
+
+def test_stages_that_are_asked_for_are_what_is_planned() -> None:
+    """No interleaving either, which gives an accelerator several stages, unless that is asked for too."""
+    profile = made_profile({"x": [3.0] * 8}, boundary=[0.01] * 8)
+    cluster = made_cluster({"x": 2}, bandwidth=1.0)
+    request = Request(minibatch=8, microbatch=1, stages=2)
+    found = explore(profile, cluster, request)
+    assert {len(item.candidate.stages) for item in found.considered} == {2}
+    assert len(explore(profile, cluster, replace(request, schedule="interleaved")).best.candidate.stages) == 4
 
 
 def test_the_papers_space_has_straight_pipelines_and_plain_data_parallelism_only() -> None:

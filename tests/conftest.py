@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis without chance, so that a red test is red again tomorrow; Ctrl+C that reaches."""
+"""What all tests share: hypothesis without chance, so that a red test is red again tomorrow; and Ctrl+C."""
 
 from __future__ import annotations
 

@@ -1,26 +1,23 @@
 """GNMT-L for any L: its profile from that of GNMT-8, and the model itself, built and traced within seconds.
 
 Further layers cost what the last of their kind do. The model is built without memory, so that a rank allocates its
-own stages only: eight whole GNMT-158 are 57 GB. And its LSTMs are traced as one operation each: torch would trace
-every one of their 50 time steps, a second or two per layer, to find out the shape of the result.
+own stages only: eight whole GNMT-158 are 57 GB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 
 from bapipe.errors import BaPipeError
 from bapipe.profile import CostTable, Profile
 from bapipe.torch.zoo.common import Built, classes_loss, finish
 from bapipe.torch.zoo.gnmt import GNMT, BahdanauAttention, make_batch
 
-__all__ = ["build_deep_gnmt", "deep_profile", "loss", "make_batch", "trace_lstms_whole"]
+__all__ = ["build_deep_gnmt", "deep_profile", "loss", "make_batch"]
 
 loss = classes_loss
 
@@ -86,41 +83,3 @@ def build_deep_gnmt(
         module = DeepGNMT(layers=layers, hidden=hidden, vocabulary=vocabulary, dropout=dropout)
     inputs, target = make_batch(0, batch, sequence=sequence, vocabulary=vocabulary)
     return finish(module, inputs, target, with_loss=with_loss, float64=False)
-
-
-def trace_lstms_whole() -> None:
-    """From now on this process finds the shapes of a traced LSTM's results without tracing its time steps.
-
-    What runs on real tensors is as it was.
-    """
-    operation = torch.ops.aten.lstm.input
-    for key, kernel in list(operation.py_kernels.items()):
-        operation.py_kernels[key] = _whole(kernel)
-    operation._dispatch_cache.clear()
-
-
-def _whole(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def lstm(
-        given: Tensor,
-        state: list[Tensor],
-        weights: list[Tensor],
-        has_biases: bool,
-        layers: int,
-        dropout: float,
-        train: bool,
-        both_ways: bool,
-        batch_first: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not isinstance(given, FakeTensor):
-            found: tuple[Tensor, Tensor, Tensor] = kernel(
-                given, state, weights, has_biases, layers, dropout, train, both_ways, batch_first
-            )
-            return found
-        width = state[0].shape[-1] * (2 if both_ways else 1)
-        first, second = given.shape[:2]
-        made = given.new_empty((second, first, width) if batch_first else (first, second, width))
-        # It lies in memory step by step.
-        output = made.transpose(0, 1) if batch_first else made
-        return output, torch.empty_like(state[0]), torch.empty_like(state[1])
-
-    return lstm

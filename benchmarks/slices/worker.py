@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deep_gnmt import build_deep_gnmt, trace_lstms_whole
+from deep_gnmt import build_deep_gnmt
 from emulated import slow_down
 from links import measure_links
 from torch_schedules import train_torch
@@ -37,7 +37,6 @@ def main(folder: Path, device: torch.device, limit: int) -> None:
     faulthandler.register(signal.SIGUSR1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    trace_lstms_whole()
     if limit:  # what tracing needs for itself is there before the memory is limited
         capture(*build_deep_gnmt(layers=4, hidden=8, vocabulary=8, sequence=2, with_loss=True), check=False)
     number = 0

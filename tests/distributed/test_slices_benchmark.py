@@ -14,11 +14,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from bapipe.model import ModelRef
 from bapipe.profile import write_profile
-from bapipe.torch.capturing import capture
 from made_profiles import made_profile
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "slices"
@@ -110,31 +108,6 @@ def test_the_largest_size_is_searched_up_down_and_between(first: int, largest: i
         outcomes[size] = "trained" if size <= largest else "out of memory"
     assert list(outcomes) == expected
     assert following(first, {first: "error"}) is None
-
-
-def test_lstms_that_are_traced_whole_give_the_same_capture() -> None:
-    deep = _load("deep_gnmt")
-    built = deep.build_deep_gnmt(layers=8, hidden=8, vocabulary=30, sequence=5, with_loss=True)
-    operation = torch.ops.aten.lstm.input
-    before = dict(operation.py_kernels)
-    expected = capture(*built, check=False)
-    deep.trace_lstms_whole()
-    try:
-        found = capture(*built, check=False)
-    finally:
-        operation.py_kernels.update(before)
-        operation._dispatch_cache.clear()
-    assert found.fingerprint == expected.fingerprint
-    assert [_shapes(node) for node in found.program.steps] == [_shapes(node) for node in expected.program.steps]
-    last = len(found.layers) - 1
-    for cut in range(last):
-        assert found.stage(cut + 1, last).stage_source == expected.stage(cut + 1, last).stage_source
-
-
-def _shapes(node: torch.fx.Node) -> list[str]:
-    values = node.meta.get("val")
-    made = values if isinstance(values, (list, tuple)) else [values]
-    return [f"{tuple(item.shape)} {item.stride()}" for item in made if isinstance(item, torch.Tensor)]
 
 
 @pytest.mark.slow

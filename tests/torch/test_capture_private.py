@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 import bapipe.torch.capturing
-from bapipe.torch.capturing import private
+from bapipe.torch.capturing import capture, export, private
+from bapipe.torch.zoo.gnmt import build_gnmt
 
 FOLDER = Path(bapipe.torch.capturing.__file__).parent
 ZOO = FOLDER.parent / "zoo"
@@ -131,6 +133,44 @@ def test_what_is_read_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(laid) == 3
     for layer, own in zip(module, before, strict=True):
         assert all(one is other for one, other in zip(layer._flat_weights, own, strict=True))
+
+
+def test_lstms_that_are_traced_whole_give_the_same_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build_gnmt(layers=4, hidden=8, vocabulary=30, sequence=5, with_loss=True)
+    operation = torch.ops.aten.lstm.input
+    kernels = dict(operation.py_kernels)
+    assert kernels, "torch finds shapes of an LSTM in another way"
+    found = capture(*built, check=False)
+    assert operation.py_kernels == kernels
+    monkeypatch.setattr(export, "lstms_traced_whole", nullcontext)
+    expected = capture(*built, check=False)
+    assert found.fingerprint == expected.fingerprint
+    assert [_shapes(node) for node in found.program.steps] == [_shapes(node) for node in expected.program.steps]
+    last = len(found.layers) - 1
+    for cut in range(last):
+        assert found.stage(cut + 1, last).stage_source == expected.stage(cut + 1, last).stage_source
+
+
+@pytest.mark.filterwarnings("ignore:.*assigned during export", "ignore:LSTM with projections")
+@pytest.mark.parametrize(
+    "options", [{"bidirectional": True}, {"batch_first": True}, {"num_layers": 2}, {"proj_size": 3}]
+)
+def test_shapes_of_a_traced_lstm(options: dict[str, int | bool]) -> None:
+    lstm = nn.LSTM(6, 8, **options)
+    given = torch.randn(4, 5, 6)
+    real, (hidden, cell) = lstm(given)
+    with private.lstms_traced_whole():
+        program = torch.export.export(lstm, (given,), strict=False)
+    node = next(item for item in program.graph.nodes if item.target == torch.ops.aten.lstm.input)
+    traced = node.meta["val"]
+    assert [tuple(item.shape) for item in traced] == [tuple(item.shape) for item in (real, hidden, cell)]
+    assert torch.equal(program.module()(given)[0], real)
+
+
+def _shapes(node: torch.fx.Node) -> list[str]:
+    values = node.meta.get("val")
+    made = values if isinstance(values, (list, tuple)) else [values]
+    return [f"{tuple(item.shape)} {item.stride()}" for item in made if isinstance(item, torch.Tensor)]
 
 
 def test_the_tracer_is_loaded_beside_other_work() -> None:

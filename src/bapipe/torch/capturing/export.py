@@ -28,6 +28,7 @@ from bapipe.torch.capturing.opaque import (
 from bapipe.torch.capturing.private import (
     flatten,
     is_symbolic,
+    lstms_traced_whole,
     op_name,
     placeholders,
     register_dataclasses,
@@ -190,6 +191,7 @@ def _export(
         leaves_traced_whole(module, findings, recorded),
         watching(lambda frame: whole_call(frame, lambda item: id(item) in whole)),
         _quiet(),
+        lstms_traced_whole(),
         layerdrop,
     ):
         before = random_state()

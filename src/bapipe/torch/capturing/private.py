@@ -251,7 +251,7 @@ def flatten_recurrent(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def lstms_traced_whole() -> Iterator[None]:
-    """Within, the shapes of a traced LSTM's results are known without tracing its time steps, 0.1 s each.
+    """Within, the shapes of a traced LSTM's results are known without tracing its time steps, seconds for 50.
 
     What runs on real tensors is as it was.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,19 @@ def test_who_waits_for_whom_leads_to_the_culprit(
         for rank in range(4)
     }
     assert culprit(statuses, start, now=NOW) == expected
+
+
+@pytest.mark.parametrize(("silent", "expected"), [((3,), 3), ((), 3), ((2, 3), 1)])
+def test_a_rank_that_waits_for_all_is_not_the_culprit(silent: tuple[int, ...], expected: int) -> None:
+    """Rank 0 has the sum and waits for rank 1 in the next step, which still waits for rank 3's part of the sum."""
+    statuses = {
+        0: _status(0, waits_rank=1),
+        **{rank: _status(rank, waits="all ranks (summing the loss)") for rank in (1, 2)},
+        3: _status(3),
+    }
+    for rank in silent:
+        statuses[rank] = replace(statuses[rank], said=NOW - 30)
+    assert culprit(statuses, 1, now=NOW) == expected
 
 
 def test_the_table_says_what_every_rank_waits_for() -> None:

@@ -151,7 +151,8 @@ def located(status: Status | None, rank: int, *, stages: Sequence[int] = (), hos
 def culprit(statuses: Mapping[int, Status], start: int | None, *, now: float) -> int | None:
     """The rank that all wait for: from `start` along who waits for whom, to one that is silent or waits for none.
 
-    Without a start the rank that is silent, or the only one that waits for nobody. None if there is no such rank.
+    Without a start, and where that leads to a rank that waits for all others, the rank that is silent, or the only
+    one that waits for nobody: a sum that some ranks have may not have reached the others. None if there is none.
     """
     if start is None:
         silent = [rank for rank, status in statuses.items() if now - status.said > QUIET]
@@ -161,6 +162,9 @@ def culprit(statuses: Mapping[int, Status], start: int | None, *, now: float) ->
     rank, seen = start, {start}
     while rank in statuses and now - statuses[rank].said <= QUIET:
         after = statuses[rank].waits_rank
+        if after is None and statuses[rank].waits:
+            awaited = culprit(statuses, None, now=now)
+            return rank if awaited is None else awaited
         if after is None or after in seen:
             break
         rank = after

@@ -261,8 +261,14 @@ def _pipelines(
             f"known here: {', '.join(known)}"
         )
     fixed = fixed_partitions(chain, hardware, request)
+    plain: list[tuple[Chain, list[StageChoice]]] = []
+    """the best cuts of 1f1b that recompute nothing, which are zb's as well"""
     for name, family in families.items():
         if found.hopeless(name):
+            continue
+        if name == "zb" and plain:
+            for own_chain, cut in plain:
+                yield name, build(own_chain, cut, family, microbatches, hardware)
             continue
         for stages in fixed:
             if (_straight(stages) or family.replicas) and not _whole_everywhere(stages):
@@ -272,6 +278,8 @@ def _pipelines(
             for own_chain, cut in _optimal(chain, hardware, family, microbatches, request):
                 if _whole_everywhere(cut):
                     continue  # data parallelism, a candidate of its own
+                if name == "1f1b" and _straight(cut) and not any(stage.recompute for stage in cut):
+                    plain.append((own_chain, cut))
                 yield _named(name, cut), build(own_chain, cut, family, microbatches, hardware)
         if request.strategy == "bapipe" or (request.strategy == "exact" and len(chain) * count <= THOROUGH):
             candidate = paper_candidate(chain, hardware, family, microbatches, request)

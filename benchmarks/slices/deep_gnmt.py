@@ -10,12 +10,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from bapipe.errors import BaPipeError
 from bapipe.profile import CostTable, Profile
 from bapipe.torch.zoo.common import Built, classes_loss, finish
-from bapipe.torch.zoo.gnmt import GNMT, BahdanauAttention, make_batch
+from bapipe.torch.zoo.gnmt import GNMT, make_batch
 
 __all__ = ["build_deep_gnmt", "deep_profile", "loss", "make_batch"]
 
@@ -57,17 +55,6 @@ def _reordered(table: CostTable, order: list[int]) -> CostTable:
     return replace(table, **changed)
 
 
-class DeepGNMT(GNMT):
-    """GNMT whose attention, too, can be given values after it was built without memory."""
-
-    def _init_weights(self, owner: nn.Module) -> None:
-        if not isinstance(owner, BahdanauAttention):
-            raise BaPipeError(f"{type(owner).__name__} has no reset_parameters")
-        nn.init.uniform_(owner.score, -0.1, 0.1)
-        nn.init.zeros_(owner.bias)
-        nn.init.constant_(owner.scale, len(owner.score) ** -0.5)
-
-
 def build_deep_gnmt(
     *,
     layers: int,
@@ -80,6 +67,6 @@ def build_deep_gnmt(
 ) -> Built:
     """GNMT on the meta device, with an example of its inputs."""
     with torch.device("meta"):
-        module = DeepGNMT(layers=layers, hidden=hidden, vocabulary=vocabulary, dropout=dropout)
+        module = GNMT(layers=layers, hidden=hidden, vocabulary=vocabulary, dropout=dropout)
     inputs, target = make_batch(0, batch, sequence=sequence, vocabulary=vocabulary)
     return finish(module, inputs, target, with_loss=with_loss, float64=False)

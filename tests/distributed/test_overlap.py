@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -10,24 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from loaded_files import load_file
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "overlap"
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"overlap_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-namespaces = _load("namespaces")
+namespaces = load_file(FOLDER / "namespaces.py", "overlap_namespaces")
 REASON = namespaces.why_not()
 needs_root = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 

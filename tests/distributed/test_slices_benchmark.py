@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,13 +9,13 @@ import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from bapipe.model import ModelRef
 from bapipe.profile import write_profile
+from loaded_files import load_file
 from made_profiles import made_profile
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "slices"
@@ -78,16 +77,6 @@ def test_a_rehearsal_measures_what_can_be_and_records_what_fails(tmp_path: Path)
     assert not (out / "workers").exists()
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"slices_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     "first, largest, expected",
     [
@@ -99,7 +88,7 @@ def _load(name: str) -> ModuleType:
     ],
 )
 def test_the_largest_size_is_searched_up_down_and_between(first: int, largest: int, expected: list[int]) -> None:
-    following = _load("size_search").following
+    following = load_file(FOLDER / "size_search.py", "slices_size_search").following
     outcomes: dict[int, str] = {}
     for _ in range(4):
         size = following(first, outcomes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -18,6 +17,7 @@ import bapipe.torch
 from bapipe.catalog import load_catalog
 from bapipe.cli import COMMANDS
 from bapipe.tables import BUILTIN_NAMES
+from loaded_files import load_file
 
 pytest.importorskip("sphinx", reason="the documentation needs Sphinx: pip install -e '.[dev]'")
 
@@ -29,12 +29,7 @@ INTERNAL = {"bapipe.links", "bapipe.slices"}
 
 def extension(name: str) -> ModuleType:
     """One of docs/_ext."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / "_ext" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(ROOT / "docs" / "_ext" / f"{name}.py", f"docs_{name}")
 
 
 def leaves(command: click.Command, path: str) -> dict[str, click.Command]:

@@ -163,7 +163,7 @@ def _cause(evaluation: Evaluation) -> str:
 
 
 _ALIKE = {"adam": ("adamw",)}
-"""optimizers that a step of takes as long"""
+"""optimizers whose step takes as long"""
 
 
 def _notes(found: Exploration) -> tuple[str, ...]:

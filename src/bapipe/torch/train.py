@@ -27,7 +27,7 @@ from bapipe.torch.executor import RankTrace
 from bapipe.torch.gather import RankReport, make_record, median_step
 from bapipe.torch.measure.environment import plain_fp32
 from bapipe.torch.pipeline import Pipeline
-from bapipe.torch.saving import Saving
+from bapipe.torch.run_options import RunOptions
 from bapipe.torch.support import microbatch_sizes
 from bapipe.torch.watch import Watch
 
@@ -41,29 +41,11 @@ _KEPT_STEPS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to run a plan."""
+class Settings(RunOptions):
+    """The options of a run as a rank has them; mini-batch s is made with seed + 1 + s."""
 
-    steps: int = 3
-    """mini-batches"""
-    seed: int = 0
-    """of the weights; mini-batch s is made with seed + 1 + s"""
-    learning_rate: float = 0.01
-    data: str = "synthetic"
-    """synthetic: the model's own make_batch; digits: scikit-learn's"""
-    transport: str = "auto"
-    device: str | None = None
-    """cpu or cuda; None: what the plan has for each rank"""
-    timeout: float = 300.0
-    """seconds that a silent rank is waited for"""
-    check: bool = False
-    """whether to compare with the same training in one process; every step's gradients are kept for it"""
     folders: tuple[Path, ...] = ()
     """where to look for the model's code first"""
-    vertical_sync: bool = False
-    """of a PipeDream plan: whether all stages use the version of the weights that stage 0 has"""
-    saving: Saving | None = None
-    """None: the run is not saved"""
 
 
 class Training:

@@ -26,9 +26,16 @@ class BahdanauAttention(nn.Module):
         super().__init__()
         self.query = nn.Linear(hidden, hidden, bias=False)
         self.key = nn.Linear(hidden, hidden, bias=False)
-        self.score = nn.Parameter(torch.empty(hidden).uniform_(-0.1, 0.1))
-        self.bias = nn.Parameter(torch.zeros(hidden))
-        self.scale = nn.Parameter(torch.full((1,), hidden**-0.5))
+        self.score = nn.Parameter(torch.empty(hidden))
+        self.bias = nn.Parameter(torch.empty(hidden))
+        self.scale = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Values for its own parameters, also where it was built without memory."""
+        nn.init.uniform_(self.score, -0.1, 0.1)
+        nn.init.zeros_(self.bias)
+        nn.init.constant_(self.scale, len(self.score) ** -0.5)
 
     def forward(self, queries: Tensor, memory: Tensor) -> Tensor:
         """The context of every query: a mean of the memory weighted by how well each entry fits."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -31,7 +32,7 @@ from bapipe.profile import read_profile, write_profile
 from bapipe.profile_merge import merge_profiles
 from bapipe.torch import slices
 from bapipe.torch.measure import Settings, profile_model, read_measurement
-from bapipe.torch.measure.load import loaded
+from bapipe.torch.measure.load import Load, loaded
 
 MODELS: dict[str, dict[str, int | float | str | bool]] = {
     "vgg16": {},
@@ -81,6 +82,7 @@ def main() -> None:
     if options.resume and options.resume.is_file():
         with tarfile.open(options.resume) as archive:
             archive.extractall(options.work, filter="data")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what there is is packed all the same
     try:
         for configuration in options.only.split(","):
             for model in options.models.split(","):
@@ -129,15 +131,16 @@ def run_job(options: argparse.Namespace, deadline: float) -> None:
             left = deadline - time.monotonic()
             print(f"  {options.job} {label} {share:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)
 
-    with on_slice(count, model, dtype) as name:
+    with on_slice(count, model, dtype) as load:
         found = profile_model(
             model,
             settings=settings,
             device=options.device,
             dtype=dtype,
             args={**MODELS[model], **({"with_loss": True} if options.with_loss else {})},
-            slice_=name,
+            slice_=load.name if load else "",
             report=report,
+            before=load.wait if load else None,
         )
     write_profile(found.profile, options.work / f"{configuration}-{model}.profile.json")
     write_text(options.work / f"{configuration}-{model}.details.json", dump_json(found.measured))
@@ -146,23 +149,21 @@ def run_job(options: argparse.Namespace, deadline: float) -> None:
 
 
 @contextlib.contextmanager
-def on_slice(count: int, model: str, dtype: str) -> Iterator[str]:
+def on_slice(count: int, model: str, dtype: str) -> Iterator[Load | None]:
     """The whole GPU, or one of `count` slices with the others loaded."""
     if count == 1:
-        yield ""
+        yield None
         return
     cut = slices.start(slices.even_slices(count), memory=SLICE_MEMORY)
     os.environ.update(slices.slice_environment(cut, 0))
-    with loaded(cut, 0, model, MODELS[model], dtype=dtype, microbatch=LOAD_SIZE) as name:
-        yield name
+    with loaded(cut, 0, model, MODELS[model], dtype=dtype, microbatch=LOAD_SIZE) as load:
+        yield load
 
 
 def finish(options: argparse.Namespace) -> None:
     """Merge, pack, and print the tables."""
     details = sorted(options.work.glob("*.details.json"), key=lambda path: _rank(path.name))
-    if not details:
-        return
-    text = accuracy_tables([read_measurement(path) for path in details])
+    text = accuracy_tables([read_measurement(path) for path in details]) if details else "nothing is complete yet"
     write_text(options.work / "tables.md", text)
     write_text(options.out / "tables.md", text)
     merged = options.work / "profiles"

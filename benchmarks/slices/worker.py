@@ -36,7 +36,7 @@ def main(folder: Path, device: torch.device, limit: int) -> None:
     slice_, count, parent = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.getppid()
     faulthandler.register(signal.SIGUSR1)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(0)
     if limit:  # what tracing needs for itself is there before the memory is limited
         capture(*build_deep_gnmt(layers=4, hidden=8, vocabulary=8, sequence=2, with_loss=True), check=False)
     number = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from bapipe.model import ModelRef, Split
 from bapipe.profile import read_profile
 from bapipe.torch.measure import Measurement, Profiled, Settings, profile_module, rounds
 from bapipe.torch.measure.assemble import to_profile
+from bapipe.torch.measure.chain import Piece
 from bapipe.torch.measure.layer_times import part_costs
+from bapipe.torch.measure.memory import saved_storages
 from bapipe.torch.measure.record import Environment, MeasuredLayer, PartTiming, Reading, SizeMemory, UnitTiming
 from bapipe.torch.measure.statistics import Summary
 from bapipe.torch.zoo.gnmt import build_gnmt
@@ -219,3 +223,23 @@ def test_the_command_times_parts_of_vgg16(tmp_path: Path, monkeypatch: pytest.Mo
     assert table.part_forward is not None
     assert len(table.part_forward[0]) == 16
     assert "adds" in result.output
+
+
+def test_nothing_is_left_of_a_forward_whose_values_are_weighed() -> None:
+    """A ReLU saves its own output; handed back as it is, that output would hold its graph for ever."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    piece = Piece(
+        first=0,
+        last=0,
+        run=lambda value: (layer(value),),
+        parameters=tuple(layer.parameters()),
+        receives=(True,),
+        roots=(),
+        overwrites=False,
+    )
+    (output,), saved = saved_storages(piece, [torch.randn(2, 4, requires_grad=True)])
+    assert output.untyped_storage().data_ptr() in saved
+    gone = weakref.ref(output)
+    del output
+    gc.collect()
+    assert gone() is None

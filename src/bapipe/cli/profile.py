@@ -19,6 +19,7 @@ from bapipe.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from bapipe.torch.measure import Measurement, Profiled
+    from bapipe.torch.measure.load import Load
 
 __all__ = [
     "cluster_group",
@@ -110,7 +111,7 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
         fresh=options["fresh"],
         parts=options["parts"],
     )
-    with _sliced(model, arguments, options) as slice_, _progress() as report:
+    with _sliced(model, arguments, options) as load, _progress() as report:
         return profile_model(
             model,
             settings=settings,
@@ -121,16 +122,17 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
             accelerator=options["accelerator"],
             calibrate=options["calibrate"],
             threads=options["threads"],
-            slice_=slice_,
+            slice_=load.name if load else "",
+            before=load.wait if load else None,
             report=report,
         )
 
 
 @contextlib.contextmanager
-def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> Iterator[str]:
-    """Put this process on a slice with the others loaded, if asked; yields what to call it."""
+def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> Iterator[Load | None]:
+    """Put this process on a slice with the others loaded, if asked."""
     if options["slice_of"] is None:
-        yield ""
+        yield None
         return
     import os
 
@@ -147,8 +149,8 @@ def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> I
     options["device"] = "cuda"
     sizes = [size for size in options["microbatches"] if size <= 16] or [min(options["microbatches"])]
     try:
-        with loaded(cut, 0, model, arguments, dtype=options["dtype"], microbatch=max(sizes)) as name:
-            yield name
+        with loaded(cut, 0, model, arguments, dtype=options["dtype"], microbatch=max(sizes)) as load:
+            yield load
     finally:
         if before is None:
             click.echo("the MPS daemon still runs; end it with bapipe slices stop", err=True)

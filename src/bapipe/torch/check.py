@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.run_record import CheckRecord
+from bapipe.torch.alone import WholeModel, too_large
 from bapipe.torch.build import BuiltModel
-from bapipe.torch.capturing import capture
 from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.loss import LossSum
-from bapipe.torch.microbatches import InputSpec, split_inputs, split_targets
 
 __all__ = [
     "Gradients",
@@ -71,35 +70,19 @@ def train_alone(
     sizes: Sequence[int],
     optimizer: torch.optim.Optimizer | None,
     after_step: Callable[[int, float], None],
+    device: torch.device = _CPU,
 ) -> None:
-    """Train the whole model on each mini-batch on the CPU, in the same micro-batches as the pipeline.
+    """Train the whole model on each mini-batch on one device, in the same micro-batches as the pipeline.
 
-    The module runs as it is; if it draws random numbers it is captured instead, whole, because only so can every
-    draw be seeded as in the pipeline. After each update `after_step(step, loss)` is called, with the gradients
-    still in the parameters.
+    After each update `after_step(step, loss)` is called, with the gradients still in the parameters.
     """
-    module = built.module
-    captured = capture(module, built.args, built.kwargs, check=False)
-    spec = InputSpec.of(captured)
-    loss = LossSum(built.loss, sizes)
-    runs = {size: captured.at(size) for size in set(sizes)}
-    stages = {size: one.stage(0, len(one.layers) - 1) for size, one in runs.items()}
-    random = any(stage.stage_spec.random for stage in stages.values())
-    module.train()
+    module, whole, loss = built.module, WholeModel(built, sizes, device), LossSum(built.loss, sizes)
     for step, (inputs, target) in enumerate(batches):
         module.zero_grad(set_to_none=True)
         loss.begin()
-        parts = split_inputs(spec, inputs, sizes, needed=set(range(len(spec.batched))))
-        targets = split_targets(target, sizes, _CPU)
-        for microbatch, size in enumerate(sizes):
-            leaves = parts[microbatch]
-            if random:
-                stage = stages[size]
-                stage.rng_position = (step, microbatch)
-                output = captured.output(stage(*(leaves[root.index] for root in stage.stage_spec.roots)))
-            else:
-                args, kwargs = spec.call(leaves)
-                output = module(*args, **kwargs)
+        leaves, targets = whole.split(inputs, target)
+        for microbatch in range(len(sizes)):
+            output = whole.run(leaves[microbatch], microbatch, (step, microbatch))
             part = loss.of(output, targets[microbatch], microbatch, count=True)
             part.backward()  # type: ignore[no-untyped-call]
         total, count = loss.sums()
@@ -120,6 +103,7 @@ def compare_gradients(
     optimizer: torch.optim.Optimizer | None,
     found: Sequence[Gradients],
     losses: Sequence[float],
+    device: torch.device = _CPU,
 ) -> CheckRecord:
     """Train alone and compare every parameter's gradient and the loss of every step with what the run `found`."""
     worst, where, worst_loss = 0.0, "", 0.0
@@ -139,7 +123,10 @@ def compare_gradients(
                 worst, where = difference, f"{name}, step {step}"
         worst_loss = max(worst_loss, relative(abs(losses[step] - total), abs(total)))
 
-    train_alone(built, batches, sizes=sizes, optimizer=optimizer, after_step=after_step)
+    try:
+        train_alone(built, batches, sizes=sizes, optimizer=optimizer, after_step=after_step, device=device)
+    except torch.OutOfMemoryError as error:
+        raise too_large(device) from error
     return CheckRecord(
         steps=len(batches),
         gradient_difference=worst,

@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from bapipe.run_record import CheckRecord
+from bapipe.torch.alone import WholeModel, too_large
 from bapipe.torch.build import BuiltModel
-from bapipe.torch.capturing import capture
 from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.check import Gradients, largest, relative, tolerance
 from bapipe.torch.loss import LossOfEach
-from bapipe.torch.microbatches import InputSpec, split_inputs, split_targets
 
 __all__ = ["Holding", "compare_stale", "train_stale"]
 
@@ -49,39 +47,25 @@ def train_stale(
     optimizer: torch.optim.Optimizer | None,
     after_update: Callable[[int, float], None],
     first: int = 0,
+    device: torch.device = _CPU,
 ) -> None:
-    """Train the whole model on the CPU, with an update after every micro-batch, as PipeDream's stages do.
+    """Train the whole model on one device, with an update after every micro-batch, as PipeDream's stages do.
 
-    `held` says of every parameter who has (which part of) it. The module runs as it is; if it draws random numbers
-    it is captured instead, whole, because only so can every draw be seeded as in the pipeline. After each update
-    `after_update(number, loss)` is called, with the gradients still in the parameters. `first` is how many
-    micro-batches the pipeline has had before, in runs that it drained after.
+    `held` says of every parameter who has (which part of) it. After each update `after_update(number, loss)` is
+    called, with the gradients still in the parameters. `first` is how many micro-batches the pipeline has had
+    before, in runs that it drained after.
     """
-    module = built.module
-    captured = capture(module, built.args, built.kwargs, check=False)
-    spec, loss = InputSpec.of(captured), LossOfEach(built.loss)
-    runs = {size: captured.at(size) for size in set(sizes)}
-    stages = {size: one.stage(0, len(one.layers) - 1) for size, one in runs.items()}
-    random = any(stage.stage_spec.random for stage in stages.values())
-    module.train()
+    module, whole, loss = built.module, WholeModel(built, sizes, device), LossOfEach(built.loss)
     parameters = {name: item for name, item in module.named_parameters() if item.requires_grad}
     longest = 1 + max((part.lag for parts in held.values() for part in parts), default=0)
     history: deque[dict[str, Tensor]] = deque(maxlen=longest)
     history.append(_copies(parameters))
     number = 0
     for inputs, target in batches:
-        leaves = split_inputs(spec, inputs, sizes, needed=set(range(len(spec.batched))))
-        targets = split_targets(target, sizes, _CPU)
-        for place, size in enumerate(sizes):
+        leaves, targets = whole.split(inputs, target)
+        for place in range(len(sizes)):
             weights = {name: _seen(name, history, held.get(name, ()), number) for name in parameters}
-            if random:
-                stage = stages[size]
-                stage.rng_position = (first + number, 0)
-                roots = tuple(leaves[place][root.index] for root in stage.stage_spec.roots)
-                own = {name: weights[name] for name, _ in stage.named_parameters() if name in weights}
-                output = captured.output(functional_call(stage, own, roots))
-            else:
-                output = functional_call(module, weights, *spec.call(leaves[place]))
+            output = whole.run(leaves[place], place, (first + number, 0), weights)
             found = loss.of(output, targets[place], 0, count=True)
             found.backward()  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items():
@@ -122,6 +106,7 @@ def compare_stale(
     found: Mapping[int, Sequence[tuple[Gradients, Mapping[str, Slice]]]],
     losses: Sequence[float],
     first: int = 0,
+    device: torch.device = _CPU,
 ) -> CheckRecord:
     """Train alone and compare every update's loss, and the gradients of those updates that the run `found`.
 
@@ -138,6 +123,7 @@ def compare_stale(
             for name, gradient in gradients.items():
                 expected = wanted[name].grad
                 expected = torch.zeros_like(wanted[name]) if expected is None else expected
+                expected = expected.to(gradient.device)
                 size = largest(expected)
                 if name in parts:
                     expected = expected.narrow(parts[name].dim, parts[name].start, parts[name].size)
@@ -145,9 +131,19 @@ def compare_stale(
                 if difference > worst or not where:
                     worst, where = difference, f"{name}, update {number}"
 
-    train_stale(
-        built, batches, sizes=sizes, held=held, optimizer=optimizer, after_update=after_update, first=first
-    )
+    try:
+        train_stale(
+            built,
+            batches,
+            sizes=sizes,
+            held=held,
+            optimizer=optimizer,
+            after_update=after_update,
+            first=first,
+            device=device,
+        )
+    except torch.OutOfMemoryError as error:
+        raise too_large(device) from error
     return CheckRecord(
         steps=len(batches),
         gradient_difference=worst,

@@ -165,4 +165,5 @@ def _check(
         optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=settings.learning_rate),
         found=by_update,
         losses=losses,
+        device=pipe.device,
     )

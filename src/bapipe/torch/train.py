@@ -214,7 +214,7 @@ def _train(
         backend=dist.get_backend(),
         transport=pipe.transport,
         threads=torch.get_num_threads(),
-        check=None if found is None else _check(plan, settings, found, [loss for loss, _ in steps]),
+        check=None if found is None else _check(plan, settings, found, [loss for loss, _ in steps], pipe.device),
     )
 
 
@@ -230,7 +230,11 @@ def _median(steps: list[tuple[float, float]], first: int) -> int:
 
 
 def _check(
-    plan: Plan, settings: Settings, found: list[tuple[list[Gradients], dict[str, Slice]]], losses: list[float]
+    plan: Plan,
+    settings: Settings,
+    found: list[tuple[list[Gradients], dict[str, Slice]]],
+    losses: list[float],
+    device: torch.device,
 ) -> CheckRecord:
     """Compare with the same training in this process alone."""
     built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
@@ -242,6 +246,7 @@ def _check(
         optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=settings.learning_rate),
         found=[joined((kept[step], parts) for kept, parts in found) for step in range(settings.steps)],
         losses=losses,
+        device=device,
     )
 
 

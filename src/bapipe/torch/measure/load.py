@@ -10,7 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bapipe.errors import BaPipeError
@@ -18,21 +19,29 @@ from bapipe.torch.measure.source import Argument, find_model
 from bapipe.torch.slices import Slices, slice_environment
 from bapipe.units import format_bytes
 
-__all__ = ["loaded", "main", "parse_args"]
+__all__ = ["Load", "loaded", "main", "parse_args"]
 
 _PATIENCE = 180.0
 """seconds for a load to build its model and run a step"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What runs on the other slices."""
+
+    name: str
+    """of the own slice, with the others loaded, in a profile"""
+    wait: Callable[[], None]
+    """returns when all of them train; starting takes half a minute, in which the model can be captured"""
+
+
 @contextlib.contextmanager
 def loaded(
     slices: Slices, own: int, spec: str, args: Mapping[str, Argument], *, dtype: str, microbatch: int
-) -> Iterator[str]:
-    """Every slice but `own` trains the model meanwhile; yields how to call that in a profile.
-
-    Starts when all of them run. They end when this does, or when this process is gone.
-    """
+) -> Iterator[Load]:
+    """Every slice but `own` begins to train the model; they end when this does, or when this process is gone."""
     others = [index for index in range(len(slices)) if index != own]
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(slices)))}
     share = f"{slices.percentages[own]:g} % of the multiprocessors by CUDA MPS"
     if slices.memory is not None:
         share += f", {format_bytes(slices.memory)}"
@@ -45,17 +54,20 @@ def loaded(
             command += [f"--arg={key}={value}" for key, value in args.items()]
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **slice_environment(slices, index)},
+                env={**os.environ, **threads, **slice_environment(slices, index)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=open(Path(folder) / f"error{index}", "wb"),  # noqa: SIM115
             )
             stack.callback(_end, process)
             loads.append((process, ready, Path(folder) / f"error{index}"))
-        for process, ready, errors in loads:
-            _await(process, ready, errors)
+
+        def wait() -> None:
+            for process, ready, errors in loads:
+                _await(process, ready, errors)
+
         beside = f", {len(others)} others training beside it" if others else ""
-        yield f"{share}{beside}"
+        yield Load(name=f"{share}{beside}", wait=wait)
 
 
 def _await(process: subprocess.Popen[bytes], ready: Path, errors: Path) -> None:

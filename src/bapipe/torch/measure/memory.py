@@ -128,14 +128,17 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def saved_storages(piece: Piece, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], dict[int, int]]:
-    """Outputs of a forward, and the storages that autograd saved: address -> bytes."""
+    """Outputs of a forward, and the storages that autograd saved: address -> bytes.
+
+    A view is handed back: an output that is saved as it is holds its own graph, which then outlives the last use.
+    """
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         address, nbytes = storage_of(tensor)
         if nbytes:
             saved[address] = nbytes
-        return tensor
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = tuple(piece.run(*arguments))

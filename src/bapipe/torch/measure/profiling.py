@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,12 @@ def profile_model(
     threads: int | None = None,
     slice_: str = "",
     report: Report = quiet,
+    before: Callable[[], None] | None = None,
 ) -> Profiled:
     """Profile what `spec` names (see `find_model`) on a device of this machine.
 
     `accelerator` is the type to file the costs under, by default the catalogue's name of the device. Device and
-    dtype are looked at before the model is built.
+    dtype are looked at before the model is built. `before` is called when it is captured and nothing measured yet.
     """
     find_dtype(dtype)
     find_device(device)
@@ -79,6 +80,7 @@ def profile_model(
         threads=threads,
         slice_=slice_,
         report=report,
+        before=before,
     )
 
 
@@ -97,6 +99,7 @@ def profile_module(
     threads: int | None = None,
     slice_: str = "",
     report: Report = quiet,
+    before: Callable[[], None] | None = None,
 ) -> Profiled:
     """Profile a module with an example of its inputs. The module is moved to the device and put in training mode.
 
@@ -119,6 +122,8 @@ def profile_module(
                 f"the weights of {model.name} do not fit on {device}; profile it where they do"
             ) from error
         raise
+    if before is not None:
+        before()
     measured, complete = measure(
         chain, _empty(chain, model.name, dtype, optimizer, slice_), settings, report=report
     )

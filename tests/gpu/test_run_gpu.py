@@ -17,6 +17,7 @@ from bapipe.explore import Request, explore, make_plan
 from bapipe.plan import Plan, write_plan
 from bapipe.profile import Profile
 from bapipe.torch.measure import Settings, profile_model
+from bapipe.torch.upload import Upload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,3 +104,19 @@ def test_a_plan_with_a_divided_layer_trains_as_one_process_does(
     plan = make_plan(explore(costly, CLUSTER, request))
     assert any(stage.fractions for stage in plan.stages), "nothing is divided, so nothing is tested"
     trained(plan, tmp_path)
+
+
+def test_an_input_is_copied_beside_what_is_queued() -> None:
+    device = torch.device("cuda", 0)
+    upload = Upload(device)
+    value = torch.randn(1 << 20)
+    assert torch.equal(upload(value).cpu(), value)  # whatever is allocated at first is there now
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    queued = torch.cuda.Event()
+    queued.record()
+    here = upload(value)
+    assert not queued.query(), "the copy waited for what was queued before it"
+    after = here * 2
+    assert torch.equal(after.cpu(), value * 2)
+    assert upload(here) is here

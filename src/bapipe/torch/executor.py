@@ -87,10 +87,13 @@ class Executor:
         reducers: Mapping[int, Reducer],
         clock: Clock,
         on_action: Callable[[Action], None] | None = None,
+        on_gradients: Callable[[], None] | None = None,
     ) -> None:
-        """`messages` says what crosses; `on_action` is called before each action."""
+        """`messages` says what crosses; `on_action` is called before each action, `on_gradients` when the last one
+        that makes gradients is queued."""
         self.rank = rank
         self._on_action = on_action
+        self._on_gradients = on_gradients
         self.current: Action | None = None
         """what is being run; None between mini-batches"""
         self.waiting: Wire | None = None
@@ -140,6 +143,8 @@ class Executor:
         try:
             self._begin(training)
             self._run(program, training, marks)
+            if training and self._on_gradients is not None:
+                self._on_gradients()
             for wire, outbox in self._outboxes.items():
                 self.waiting = wire
                 outbox.flush()

@@ -117,6 +117,7 @@ class Pipeline:
             reducers=self._reducers,
             clock=self.clock,
             on_action=note if on_action is None else _both(note, on_action),
+            on_gradients=self._tied.start,
         )
         self.watch.follow(self.executor)
 

@@ -105,19 +105,41 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class TiedWeights:
-    """Sums the gradients of weights that several stages hold, so that all their copies make the same update."""
+    """Sums the gradients of weights that several stages hold, so that all their copies make the same update.
+
+    Each rank begins when its own are complete, while others still run; one sum is for all weights that the same
+    ranks hold.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, dist.ProcessGroup]) -> None:
         """By name, the same on every rank that holds them; `parameters` are this rank's."""
-        own = (name for name in sorted(groups) if name in parameters and parameters[name].requires_grad)
-        self._tied = [(parameters[name], groups[name]) for name in own]
+        self._tied: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = {}
+        for name in sorted(groups):
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.requires_grad:
+                self._tied.setdefault((groups[name], parameter.dtype), []).append(parameter)
+        self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
+
+    def start(self) -> None:
+        """This rank's gradients are complete, or will be when what it has queued is done."""
+        for (group, _), parameters in self._tied.items():
+            flat = torch.cat([_gradient(item).reshape(-1) for item in parameters])
+            with guarded(None):
+                work = dist.all_reduce(flat, group=group, async_op=True)
+            assert work is not None
+            self._under_way.append((work, flat, parameters))
 
     def finish(self) -> None:
-        for parameter, group in self._tied:
-            gradient = _gradient(parameter).contiguous()
+        """Wait, and leave the sums in `.grad`."""
+        for work, flat, parameters in self._under_way:
             with guarded(None):
-                dist.all_reduce(gradient, group=group)
-            parameter.grad = gradient
+                work.wait()
+            parts = torch.split(flat, [item.numel() for item in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                gradient = _gradient(parameter)
+                gradient.copy_(part.view_as(gradient))
+                parameter.grad = gradient
+        self._under_way.clear()
 
 
 def make_sums(

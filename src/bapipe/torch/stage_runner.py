@@ -15,6 +15,7 @@ from bapipe.torch.capturing import Stage
 from bapipe.torch.loss import LossSum
 from bapipe.torch.saved_values import SavedValues
 from bapipe.torch.split_backward import DelayedWeights, SplitBackward
+from bapipe.torch.upload import Upload
 
 __all__ = ["StageRunner"]
 
@@ -49,7 +50,7 @@ class StageRunner:
         """what is sent is converted to; None: it has the captured dtypes, as always without autocast"""
         self.made_dtypes: tuple[torch.dtype, ...] = ()
         """of what the last forward made, before it was converted"""
-        self._device = device
+        self._upload = None if device is None else Upload(device)
         self._modules = modules
         self._evaluation = evaluation or {}
         self._sizes = tuple(sizes)
@@ -186,9 +187,7 @@ class StageRunner:
 
     def _here(self, leaf: Any) -> Any:
         """An input of the model on the stage's device, where it gets only now: a mini-batch may be large."""
-        if self._device is None or not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to(self._device, non_blocking=True)
+        return leaf if self._upload is None or not isinstance(leaf, Tensor) else self._upload(leaf)
 
     def backward(self, microbatch: int, errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Gradients into the parameters' `.grad`; returns the errors for the stage before.

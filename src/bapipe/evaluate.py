@@ -33,6 +33,7 @@ __all__ = [
     "parting_time",
     "plan_timeline",
     "shared_sums",
+    "stage_costs",
 ]
 
 Optimizer = Literal["sgd", "momentum", "adam"]
@@ -186,7 +187,8 @@ def _divided(candidate: Candidate) -> list[set[int]]:
     return found
 
 
-def _stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
+def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
+    """What each action of the candidate's stages takes; its schedule does not matter."""
     chain, cluster = candidate.chain, hardware.cluster
     forward, backward, weight, parting, update, reduce = [], [], [], [], [], []
     summing = shared_sums(
@@ -239,7 +241,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
     chosen = [index for index, stage in enumerate(candidate.stages) if stage.recompute]
     if chosen:
         schedule = with_recompute(schedule, chosen)
-    costs = _stage_costs(candidate, hardware)
+    costs = stage_costs(candidate, hardware)
     if schedule.flushes:
         schedule = with_update(schedule)
     else:

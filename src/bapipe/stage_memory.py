@@ -47,7 +47,7 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
         stash=float(stash.sum()) + float(chain.resident_input[first]) + sent + more_stash,
-        delayed=_delayed(chain, first, last, float(stash.sum()) + returned),
+        delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
         buffers=2 * (received + returned + sent + answered),
         workspace=max(0.0, float(needed.max())),

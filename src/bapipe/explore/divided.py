@@ -208,7 +208,7 @@ def _delayed(chain: Chain, before: Floats, after: Floats) -> Floats:
     taken = np.where(before > 0, chain.resident_input, chain.input_bytes)
     needs = chain.delayed > 0
     delayed = _runs(chain.delayed, np.where(needs, before * taken, 0.0), np.where(needs, after * taken, 0.0))
-    delayed[0] = np.cumsum(chain.stash) + chain.boundary_backward
+    delayed[0] = np.cumsum(chain.stash) + np.where(after > 0, chain.part_stash, 0.0) + chain.boundary_backward
     return delayed
 
 

@@ -27,6 +27,7 @@ from bapipe.explore.pipelines import (
 )
 from bapipe.explore.request import Request, default_minibatch, microbatch_sizes, profiled_range
 from bapipe.explore.strategies import THOROUGH, fixed_partitions, paper_candidate
+from bapipe.explore.timed import FEW_FORWARDS, timed_plans
 from bapipe.partition.cuts import starts
 from bapipe.partition.inter_layer import ideal_time
 from bapipe.partition.intra_layer import refine
@@ -41,6 +42,8 @@ BRUTE_LAYERS, BRUTE_STAGES = 10, 4
 """sizes up to which a straight plan is compared with every other cut of its depth"""
 AS_FAST = 5e-4
 """share of the throughput by which two plans may differ and count as equally fast: no prediction is closer"""
+_NEAR = 1.15
+"""times the best plan's time up to which a zero-bubble one is tried in other orders"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,6 +105,8 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         for family, candidate in _candidates(chains[size], hardware, request, minibatch, found):
             if found.is_new(candidate):
                 found.add(family, evaluate(candidate, hardware))
+    for evaluation in _in_timed_order(found, hardware, request):
+        found.add("zb", evaluation)
     if found.best is None:
         raise _nothing_fits(found, hardware)
     best = found.best
@@ -124,6 +129,17 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         evaluated=found.count,
         brute_gap=_brute_gap(best, hardware),
     )
+
+
+def _in_timed_order(found: _Found, hardware: Hardware, request: Request) -> Iterator[Evaluation]:
+    """The best zero-bubble pipeline in orders made for it, where it is not far from the best and not too large."""
+    start, best = found.by_family.get("zb"), found.best
+    if start is None or not _straight(start.candidate.stages) or any(s.recompute for s in start.candidate.stages):
+        return
+    forwards = len(start.candidate.stages) * start.candidate.schedule.num_microbatches
+    if forwards > FEW_FORWARDS or (best is not None and start.time > _NEAR * best.time):
+        return
+    yield from timed_plans(start, hardware, move_cuts=request.split_layers)
 
 
 def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:

@@ -41,7 +41,7 @@ class SavedValues:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, value: Tensor) -> _Slot:
-        slot = _Slot(value)
+        slot = _Slot(value.detach())  # what it was saved from may change its contents, or hold the graph
         self._slots.append(slot)
         return slot
 

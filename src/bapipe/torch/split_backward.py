@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bapipe.torch.saved_values import SavedValues
 
@@ -65,7 +65,7 @@ class DelayedWeights:
     """trunk node, the gradients that entered it, and the weights on its branch"""
     free: tuple[nn.Parameter, ...] = ()
     """weights that no trunk leads to, with what to differentiate for them and the errors of that"""
-    outputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor | GradientEdge, ...] = ()
     errors: tuple[Tensor | None, ...] = ()
     saved: SavedValues | None = None
 
@@ -152,7 +152,7 @@ class SplitBackward:
         delayed = DelayedWeights(
             entered=tuple(entered),
             free=free,
-            outputs=tuple(outputs) if free else (),
+            outputs=tuple(map(_root, outputs, errors)) if free else (),
             errors=tuple(errors) if free else (),
             saved=saved,
         )
@@ -177,6 +177,11 @@ class SplitBackward:
                 return None
             found.append(node)
         return found
+
+
+def _root(output: Tensor, error: Tensor | None) -> Tensor | GradientEdge:
+    """Where to start from, without the values of the output; one that has no error is a loss, a single number."""
+    return output if error is None else get_gradient_edge(output)
 
 
 def _noting(noted: list[tuple[Tensor | None, ...]]) -> Callable[[tuple[Tensor, ...]], None]:

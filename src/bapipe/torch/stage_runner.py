@@ -209,7 +209,12 @@ class StageRunner:
         saved = self._saved.pop(microbatch, None)
         self._delayed[microbatch] = self._split.run(outputs, given, wanted, saved=saved) if outputs else None
         self._live[microbatch] = ((), ())
-        return self._errors(received)
+        made_errors = self._errors(received)
+        for value in wanted:  # the graph that waits holds them by its ends, and needs nothing of them there
+            value.grad = None
+            if saved is not None:  # what weight gradients need of them is in its slots
+                value.data = value.new_empty(0)
+        return made_errors
 
     def weight_gradient(self, microbatch: int) -> None:
         """The second part of the backward: gradients into the parameters' `.grad`."""

@@ -20,37 +20,50 @@ def all_tables(result: dict[str, Any]) -> str:
 
 
 def result_table(result: dict[str, Any]) -> str:
-    """A row per case: predicted beside measured."""
+    """A row per case: predicted beside measured.
+
+    `of ideal` is the share of as many times `one_slice`, the samples/s of a slice that trains the whole model
+    with the others loaded; empty where that was not measured.
+    """
     links = result["links"]
     reduced = f"all-reduce {links.get('all_reduce', 0) / 1e9:.2f} GB/s"
     if "all_reduce_loaded" in links:
         reduced += f" (beside compute {links['all_reduce_loaded'] / 1e9:.2f})"
     lines = ["A rehearsal on the CPU: its times mean nothing.", ""] if result.get("rehearsal") else []
     lines += [
-        f"{result['slices']} slices of {result['memory'] / 1e9:.0f} GB; "
+        f"{_cut(result)} of {result['memory'] / 1e9:.0f} GB; "
         f"links {links.get('bandwidth', 0) / 1e9:.1f} GB/s and {links.get('latency', 0) * 1e6:.0f} µs, {reduced}, "
         f"{'emulated' if result.get('emulated') else 'as measured before the runs'}.",
         "",
-        "| model | case | micro-batch | mini-batch | predicted, s | measured, s | error | samples/s | memory, GB "
-        "| error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | case | micro-batch | mini-batch | predicted, s | measured, s | error | samples/s | of ideal "
+        "| memory, GB | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         if "error" in row:
             told = " ".join(row["error"].split())[:200].replace("|", "\\|")
-            lines.append(f"| {row['model']} | {row['case']} | | | | {told} | | | | |")
+            lines.append(f"| {row['model']} | {row['case']} | | | | {told} | | | | | |")
             continue
         known = [size for size in row["memory_measured"] if size]
         fullest = f"{max(known) / 1e9:.2f}" if known else ""
         pairs = list(zip(row.get("memory_predicted", ()), row["memory_measured"], strict=False))
         off = max((predicted / measured - 1 for predicted, measured in pairs if measured), key=abs, default=None)
+        own = result.get("one_slice", {}).get(row["model"])
+        ideal = f"{row['throughput'] / (result['slices'] * own):.3f}" if own else ""
         lines.append(
             f"| {row['model']} | {row['case']} ({row['schedule']}{', recomputing' if row['recompute'] else ''}) "
             f"| {row['microbatch']} | {row['minibatch']} | {row['predicted']:.3f} | {row['measured']:.3f} "
-            f"| {row['predicted'] / row['measured'] - 1:+.1%} | {row['throughput']:.0f} | {fullest} "
+            f"| {row['predicted'] / row['measured'] - 1:+.1%} | {row['throughput']:.0f} | {ideal} | {fullest} "
             f"| {'' if off is None else f'{off:+.1%}'} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _cut(result: dict[str, Any]) -> str:
+    """How many slices there are, with their shares where these differ."""
+    shares = result.get("percentages", ())
+    unequal = ", ".join(f"{share:g}" for share in shares) if len(set(shares)) > 1 else ""
+    return f"{result['slices']} slices" + (f" ({unequal} %)" if unequal else "")
 
 
 if __name__ == "__main__":

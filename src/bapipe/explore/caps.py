@@ -14,9 +14,9 @@ from bapipe.evaluate import Hardware, StageChoice
 from bapipe.schedule.orders import full_overlap_caps
 from bapipe.stage_memory import stage_bytes
 
-__all__ = ["LiveBytes", "declining_caps", "least_caps", "live_bytes", "weight_delays"]
+__all__ = ["WORTH_WAITING", "LiveBytes", "declining_caps", "least_caps", "live_bytes", "weight_delays"]
 
-_WORTH_WAITING = 0.01
+WORTH_WAITING = 0.01
 """share of a stage's work that its weight gradients must be for it to pay to put them off"""
 
 
@@ -93,7 +93,7 @@ def weight_delays(
         row = chain.row(hardware.cluster.accelerators[stage.accelerators[0]].type)
         span = slice(stage.first, stage.last + 1)
         wanted = max(0, caps[0] - cap)
-        if float(chain.weight_gradient[row, span].sum()) < _WORTH_WAITING * float(chain.work[row, span].sum()):
+        if float(chain.weight_gradient[row, span].sum()) < WORTH_WAITING * float(chain.work[row, span].sum()):
             wanted = 0
         found = live_bytes(chain, stage, hardware)
         spare = found.room - cap * found.each

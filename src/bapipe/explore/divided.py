@@ -25,7 +25,14 @@ from bapipe.explore.strategies import THOROUGH
 from bapipe.partition.cuts import starts
 from bapipe.partition.intra_layer import refine
 
-__all__ = ["divided_stages", "parts_cost_more", "refined", "split_stages", "splits_everywhere"]
+__all__ = [
+    "divided_stages",
+    "parts_cost_more",
+    "refined",
+    "split_stages",
+    "splits_everywhere",
+    "staggered_stages",
+]
 
 Floats = NDArray[np.float64]
 _LIMITS = 6
@@ -112,6 +119,37 @@ def divided_stages(
         ]
         for cuts in dict.fromkeys((tuple(shortest), tuple(quickest)))
     ]
+
+
+def staggered_stages(
+    chain: Chain, stages: Sequence[StageChoice], hardware: Hardware, family: Family, microbatches: int
+) -> list[StageChoice] | None:
+    """The cuts for an order in which no stage waits but at its ends; None if none fits.
+
+    Stage i begins i forwards late. Where it has no weight gradients to put off it is done i input gradients before
+    the end, else it fills that time with them: so it may have more work. The least T of
+
+        Φ_i + M·work_i + max(0, D_i − M·W_i) ≤ T
+
+    is looked for, with Φ_i and D_i, what comes before and after, by the stages' mean.
+    """
+    spans, sends = _spans(chain, stages, hardware, family, microbatches)
+    members = [stage.accelerators[0] for stage in stages]
+    count, cluster = len(stages), hardware.cluster
+    rows = [chain.row(cluster.accelerators[member].type) for member in members]
+    send = float(np.mean([item.min() for item in sends[:-1]])) / 2 if count > 1 else 0.0
+    ahead = float(np.mean([chain.forward[row].sum() for row in rows])) / count + send
+    back = (
+        float(np.mean([(chain.backward[row] - chain.weight_gradient[row]).sum() for row in rows])) / count + send
+    )
+    none = np.zeros(len(chain))
+    limited = []
+    for index, (span, row) in enumerate(zip(spans, rows, strict=True)):
+        put_off = microbatches * _runs(chain.weight_gradient[row], none, none)
+        ends = index * ahead + np.maximum(0.0, index * back - np.maximum(0.0, put_off))
+        limited.append(replace(span, steady=span.work + ends / microbatches))
+    cuts = _least(limited, None, sends)
+    return None if cuts is None else straight_stages(cuts, members)
 
 
 def _spans(

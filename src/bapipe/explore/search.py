@@ -7,7 +7,7 @@ N micro-batches, and throughput decides). Each is timed by the simulator; the fa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -105,8 +105,9 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         for family, candidate in _candidates(chains[size], hardware, request, minibatch, found):
             if found.is_new(candidate):
                 found.add(family, evaluate(candidate, hardware))
-    for evaluation in _in_timed_order(found, hardware, request):
-        found.add("zb", evaluation)
+    timed = _lightest(_in_timed_order(found, hardware, request))
+    if timed is not None and timed.time < (1 - AS_FAST) * found.by_family["zb"].time:
+        found.add("zb", timed)
     if found.best is None:
         raise _nothing_fits(found, hardware)
     best = found.best
@@ -131,15 +132,24 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
     )
 
 
-def _in_timed_order(found: _Found, hardware: Hardware, request: Request) -> Iterator[Evaluation]:
+def _in_timed_order(found: _Found, hardware: Hardware, request: Request) -> list[Evaluation]:
     """The best zero-bubble pipeline in orders made for it, where it is not far from the best and not too large."""
     start, best = found.by_family.get("zb"), found.best
     if start is None or not _straight(start.candidate.stages) or any(s.recompute for s in start.candidate.stages):
-        return
+        return []
     forwards = len(start.candidate.stages) * start.candidate.schedule.num_microbatches
     if forwards > FEW_FORWARDS or (best is not None and start.time > _NEAR * best.time):
-        return
-    yield from timed_plans(start, hardware, move_cuts=request.split_layers)
+        return []
+    move_cuts = request.strategy == "exact" and splits_everywhere(start.candidate.chain, hardware, request)
+    return timed_plans(start, hardware, move_cuts=move_cuts)
+
+
+def _lightest(evaluations: Iterable[Evaluation]) -> Evaluation | None:
+    """The fastest that fits; of those as fast, the one that needs least memory."""
+    fitting = [evaluation for evaluation in evaluations if evaluation.short is None]
+    fastest = max((item.throughput for item in fitting), default=0.0)
+    level = [item for item in fitting if item.throughput >= fastest * (1 - AS_FAST)]
+    return min(level, key=lambda item: max(item.memory), default=None)
 
 
 def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:
@@ -227,11 +237,7 @@ class _Found:
 
     @property
     def best(self) -> Evaluation | None:
-        """The fastest that fits; of those as fast, the one that needs least memory."""
-        fitting = [evaluation for evaluation in self.by_family.values() if evaluation.short is None]
-        fastest = max((item.throughput for item in fitting), default=0.0)
-        level = [item for item in fitting if item.throughput >= fastest * (1 - AS_FAST)]
-        return min(level, key=lambda item: max(item.memory), default=None)
+        return _lightest(self.by_family.values())
 
 
 def _candidates(

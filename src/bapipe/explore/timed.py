@@ -12,41 +12,62 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate, stage_costs
-from bapipe.explore.caps import least_caps, live_bytes
+from bapipe.explore.caps import WORTH_WAITING, least_caps, live_bytes
+from bapipe.explore.divided import refined, staggered_stages
+from bapipe.explore.pipelines import FAMILIES
+from bapipe.partition.cuts import starts
+from bapipe.partition.intra_layer import translate
 from bapipe.schedule.timed_order import Preference, StageTimes, timed_order
 
 __all__ = ["FEW_FORWARDS", "timed_plans"]
 
 FEW_FORWARDS = 512
 """stages · micro-batches up to which such orders are tried: each takes milliseconds"""
-_MOST_ORDERS = 240
-"""that are made in search of better cuts"""
+_MOST_ORDERS = 200
+"""that are made in one search for better cuts"""
 _SPARED = 0.05
 """share of the memory that such an order leaves alone: it takes all that it is given, for little, and what a stage
 holds is not known more closely"""
 _GAINS = 1e-4
 """share of the time that a move must save"""
-_PREFERENCES = tuple(
+_CHOICES = tuple(
     (Preference(forward_first=first, gap=gap), more)
-    for first, gap, more in itertools.product((True, False), (0.5, 1.0), (0, 4, None))
+    for first, gap, more in itertools.product((True, False), (0.0, 0.5), (0, 2, 4, None))
 )
 """what goes first, and micro-batches beyond the least K that may wait for their I; None: as many as there are"""
+
+_LOOKED_AT = 6
+"""of them that are simulated"""
 
 _Choice = tuple[Preference, int | None]
 
 
-def timed_plans(start: Evaluation, hardware: Hardware, *, move_cuts: bool) -> Iterator[Evaluation]:
+def timed_plans(start: Evaluation, hardware: Hardware, *, move_cuts: bool) -> list[Evaluation]:
     """Evaluations of a straight pipeline's stages in orders made for them; with `move_cuts`, of others too."""
-    candidate = start.candidate
+    candidate = _in_slices(start.candidate) if move_cuts else start.candidate
     search = _Search(candidate, hardware)
     stages = candidate.stages
-    choices = sorted(_PREFERENCES, key=lambda choice: search.seconds(stages, choice))
-    for choice in choices[:3]:
-        yield evaluate(search.candidate(stages, choice), hardware)
+    tried = [stages]
     if move_cuts:
-        moved = search.moved(stages, choices[0])
-        for choice in sorted(_PREFERENCES, key=lambda choice: search.seconds(moved, choice))[:3]:
-            yield evaluate(search.candidate(moved, choice), hardware)
+        family, count = FAMILIES["zb"], candidate.schedule.num_microbatches
+        staggered = staggered_stages(candidate.chain, stages, hardware, family, count)
+        for cut in (stages, *([] if staggered is None else [tuple(staggered)])):
+            tried += [cut, search.moved(cut, search.quickest(cut)[0])]
+    found = []
+    for cut in dict.fromkeys(tried):
+        choices = search.quickest(cut)[:_LOOKED_AT]
+        found += [evaluate(search.candidate(cut, choice), hardware) for choice in choices]
+    return found
+
+
+def _in_slices(candidate: Candidate) -> Candidate:
+    """The same stages on the chain in which every layer that may be divided is in slices."""
+    chain = candidate.chain
+    if not all(unit.whole for unit in chain.units):
+        return candidate
+    finer = refined(chain)
+    cuts = translate(tuple(stage.last for stage in candidate.stages), chain, finer)
+    return replace(candidate, chain=finer, stages=_with_cuts(candidate.stages, cuts))
 
 
 class _Search:
@@ -67,20 +88,28 @@ class _Search:
             _, self._known[key] = timed_order(self._times(stages, choice[1]), self._microbatches, choice[0])
         return self._known[key]
 
+    def quickest(self, stages: tuple[StageChoice, ...]) -> list[_Choice]:
+        """All choices, from the one with the shortest order on."""
+        return sorted(_CHOICES, key=lambda choice: self.seconds(stages, choice))
+
     def moved(self, stages: tuple[StageChoice, ...], choice: _Choice) -> tuple[StageChoice, ...]:
         """The stages after all moves that pay, first of many units at once, then of fewer, at last of one."""
-        best = self.seconds(stages, choice)
+        best, most = self.seconds(stages, choice), len(self._known) + _MOST_ORDERS
         units = len(self._start.chain)
-        step = max(1, units // (4 * len(stages)))
+        step = max(1, units // (2 * len(stages)))
         while step:
-            found = None
-            for trial in _moves(stages, step):
-                if len(self._known) >= _MOST_ORDERS:
+            before = best
+            for move in _moves(len(stages), step):
+                trial = _moved(stages, move)
+                if trial is None:
+                    continue
+                if len(self._known) >= most:
                     return stages
                 seconds = self.seconds(trial, choice)
                 if seconds < best * (1 - _GAINS):
-                    best, found = seconds, trial
-            stages, step = (found, step) if found else (stages, step // 2)
+                    best, stages = seconds, trial
+            if best == before:
+                step //= 2
         return stages
 
     def _times(self, stages: tuple[StageChoice, ...], more: int | None) -> list[StageTimes]:
@@ -98,32 +127,43 @@ class _Search:
             if index:
                 link = cluster.link(stage.accelerators[0], stages[index - 1].accelerators[0])
                 back = costs.send_backward[index - 1] / link.bandwidth + link.latency
+            first, second = costs.input_gradient[index], costs.weight_gradient[index]
+            if second < WORTH_WAITING * (costs.forward[index] + first + second):
+                first, second = first + second, 0.0
             found.append(
                 StageTimes(
                     forward=costs.forward[index],
-                    input_gradient=costs.input_gradient[index],
-                    weight_gradient=costs.weight_gradient[index],
+                    input_gradient=first,
+                    weight_gradient=second,
                     send_forward=ahead,
                     send_backward=back,
-                    # The first stage's errors go nowhere: what it does at once is its forwards.
-                    cap=count if more is None or not index else min(count, cap + more),
+                    cap=count if more is None else min(count, cap + more),
                     live=bytes_.each,
                     delayed=bytes_.delayed,
+                    tail=costs.update[index],
                     room=bytes_.room - _SPARED * cluster.type_of(stage.accelerators[0]).memory,
                 )
             )
         return found
 
 
-def _moves(stages: Sequence[StageChoice], step: int) -> Iterator[tuple[StageChoice, ...]]:
-    """The stages with one cut, or several neighbouring ones, so many units earlier or later."""
-    cuts = [stage.last for stage in stages]
-    for first, last in itertools.combinations_with_replacement(range(len(cuts) - 1), 2):
+def _moves(stages: int, step: int) -> Iterator[list[int]]:
+    """By how many units each cut goes on: one of them, or several neighbouring ones, forth or back."""
+    for first, last in itertools.combinations_with_replacement(range(stages - 1), 2):
         for by in (-step, step):
-            moved = [cut + by if first <= index <= last else cut for index, cut in enumerate(cuts)]
-            if all(before < after for before, after in itertools.pairwise([-1, *moved])):
-                begins = [0, *(cut + 1 for cut in moved[:-1])]
-                yield tuple(
-                    replace(stage, first=begin, last=end)
-                    for stage, begin, end in zip(stages, begins, moved, strict=True)
-                )
+            yield [by if first <= index <= last else 0 for index in range(stages)]
+
+
+def _moved(stages: Sequence[StageChoice], move: Sequence[int]) -> tuple[StageChoice, ...] | None:
+    """None where a stage would have nothing left."""
+    cuts = [stage.last + by for stage, by in zip(stages, move, strict=True)]
+    stay = all(before < after for before, after in itertools.pairwise([-1, *cuts]))
+    return _with_cuts(stages, cuts) if stay else None
+
+
+def _with_cuts(stages: Sequence[StageChoice], cuts: Sequence[int]) -> tuple[StageChoice, ...]:
+    """The stages with these last units."""
+    return tuple(
+        replace(stage, first=first, last=last)
+        for stage, first, last in zip(stages, starts(cuts), cuts, strict=True)
+    )

@@ -32,6 +32,7 @@ class StageTimes:
     forward: float
     input_gradient: float
     weight_gradient: float
+    """0: it follows the input gradient at once"""
     send_forward: float
     """seconds to the next stage; of the last one not used"""
     send_backward: float
@@ -44,6 +45,8 @@ class StageTimes:
     """bytes of each that waits for its W"""
     room: float = float("inf")
     """bytes for all of them"""
+    tail: float = 0.0
+    """seconds from its last action until it is ready for the next mini-batch"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,7 @@ class Preference:
 def timed_order(
     stages: Sequence[StageTimes], num_microbatches: int, preference: Preference
 ) -> tuple[Schedule, float]:
-    """The order, and seconds until its last action ends. Cost: actions · stages.
+    """The order, and seconds until all is done. Cost: actions · stages.
 
     Memory is kept to by doing W first, except for the last micro-batch that a stage must hold to go on at all.
     """
@@ -97,7 +100,7 @@ def timed_order(
         line.free = end
         line.actions.append((kind, number))
         options[index] = line.option()
-    return _schedule(lines, num_microbatches), max(line.free for line in lines)
+    return _schedule(lines, num_microbatches), max(line.free + line.times.tail for line in lines)
 
 
 class _Line:
@@ -130,10 +133,12 @@ class _Line:
         """When it would begin what next, by what is known; never, where all is done or nothing known to come."""
         times, now = self.times, self.free
         live, waiting = self.forwards - self.inputs, self.inputs - self.weights
+        if waiting and not times.weight_gradient:
+            return now, _W
         ahead = back = _NEVER
         if self.forwards < self.count and live < times.cap:
             after = max((live + 1) * times.live + waiting * times.delayed, live * times.live + times.delayed)
-            if after <= times.room or not live:
+            if after <= times.room or not (live or waiting):
                 ahead = max(now, self.forward_at[self.forwards])
             elif waiting and self.forward_at[self.forwards] <= now:
                 return now, _W  # which is what the forward lacks room for

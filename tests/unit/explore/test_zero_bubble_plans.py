@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 
 from bapipe.errors import InfeasibleError
+from bapipe.evaluate import Hardware, evaluate
 from bapipe.explore import Request, explore, make_plan
+from bapipe.explore.caps import least_caps
+from bapipe.explore.timed import FEW_FORWARDS
 from bapipe.profile import Profile
 from bapipe.schedule.actions import Kind
+from bapipe.schedule.check import check
+from bapipe.schedule.zero_bubble import zero_bubble
 from bapipe.units import format_bytes
 from made_profiles import made_cluster, made_profile
 
@@ -89,7 +94,10 @@ def test_nothing_waits_where_there_is_nothing_to_put_off() -> None:
 
 
 def test_of_plans_as_fast_the_lightest_is_taken() -> None:
-    """The last layer is the largest and has no weights: zb-h2 holds its features all the same, zb does not."""
+    """The last layer is the largest and has no weights: zb-h2 holds its features all the same, zb does not.
+
+    With so many micro-batches no order is made for the times of the stages, which would be faster than both.
+    """
     profile = profile_with(delayed=None)
     table = profile.table("x")
     large = replace(
@@ -98,7 +106,8 @@ def test_of_plans_as_fast_the_lightest_is_taken() -> None:
         weight_gradient=tuple((*row[:-1], 0.0) for row in table.weight_gradient or ()),
     )
     cluster = made_cluster({"x": LAYERS}, memory=1e9, bandwidth=2.0)
-    found = explore(replace(profile, accelerators={"x": large}), cluster, REQUEST)
+    many = replace(REQUEST, minibatch=FEW_FORWARDS)
+    found = explore(replace(profile, accelerators={"x": large}), cluster, many)
     level = [item for item in found.considered if item.throughput > found.best.throughput * (1 - 1e-9)]
     assert len(level) > 1
     assert max(found.best.memory) == min(max(item.memory) for item in level)
@@ -116,3 +125,38 @@ def test_a_plan_for_another_optimizer_than_was_timed_says_so() -> None:
         plan = make_plan(explore(replace(profile, accelerators=tables), cluster, request))
         note = f"the update is timed with {timed} but planned for {wanted}: profile with --optimizer {wanted}"
         assert (note in plan.notes) is told
+
+
+def test_an_order_made_for_the_stages_is_faster_where_they_differ() -> None:
+    """Only the first layer and the last have weight gradients to put off."""
+    profile = profile_with(delayed=STASH)
+    table = profile.table("x")
+    uneven = tuple((row[0], 0.0, 0.0, row[-1]) for row in table.weight_gradient or ())
+    cluster = made_cluster({"x": LAYERS}, memory=1e9, bandwidth=2.0)
+    made = replace(profile, accelerators={"x": replace(table, weight_gradient=uneven)})
+    best = explore(made, cluster, replace(REQUEST, schedule="zb")).best
+    stages = best.candidate.stages
+    caps = least_caps(best.candidate.chain, stages, 16, Hardware(cluster=cluster, optimizer="sgd"))
+    pattern = zero_bubble(LAYERS, 16, caps, delays=[max(0, caps[0] - caps[-1]), 0, 0, caps[0] - caps[-1]])
+    usual = evaluate(replace(best.candidate, schedule=pattern), Hardware(cluster=cluster, optimizer="sgd"))
+    assert best.time < 0.99 * usual.time
+    assert check(best.candidate.schedule) == []
+
+
+def test_cuts_move_where_that_shortens_the_order() -> None:
+    """The middle layers have nothing to put off, so the ends can have more of the work."""
+    made = made_profile({"x": [6.0] * LAYERS}, stash=[1.0] * LAYERS, split=dict.fromkeys(range(LAYERS), 12))
+    table = made.table("x")
+    uneven = tuple((0.5 * row[0], 0.0, 0.0, 0.5 * row[-1]) for row in table.backward)
+    profile = replace(made, accelerators={"x": replace(table, weight_gradient=uneven)})
+    cluster = made_cluster({"x": LAYERS})
+    whole, divided = (
+        explore(profile, cluster, replace(REQUEST, schedule="zb", split_layers=split)).best
+        for split in (False, True)
+    )
+    assert divided.time < 0.99 * whole.time
+    first, *_, last = (
+        sum(float(divided.candidate.chain.work[0, unit]) for unit in range(stage.first, stage.last + 1))
+        for stage in divided.candidate.stages
+    )
+    assert max(first, last) > 6.0

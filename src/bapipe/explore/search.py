@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Literal
 
 from bapipe.chain import Chain, make_chain
 from bapipe.cluster import Cluster
@@ -42,8 +43,12 @@ BRUTE_LAYERS, BRUTE_STAGES = 10, 4
 """sizes up to which a straight plan is compared with every other cut of its depth"""
 AS_FAST = 5e-4
 """share of the throughput by which two plans may differ and count as equally fast: no prediction is closer"""
+_WORTH_MEMORY = 5e-3
+"""share of the time that an order made for its stages must save, which mostly holds more than the usual one"""
+_TIMED = 3
+"""pipelines whose stages are tried in an order made for them"""
 _NEAR = 1.15
-"""times the best plan's time up to which a zero-bubble one is tried in other orders"""
+"""times the best plan's time up to which that may pay"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,8 +110,9 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         for family, candidate in _candidates(chains[size], hardware, request, minibatch, found):
             if found.is_new(candidate):
                 found.add(family, evaluate(candidate, hardware))
-    timed = _lightest(_in_timed_order(found, hardware, request))
-    if timed is not None and timed.time < (1 - AS_FAST) * found.by_family["zb"].time:
+    timed = _lightest(_in_timed_order(found, hardware, request), within=_WORTH_MEMORY)
+    held = found.by_family.get("zb")
+    if timed and held and (held.short is not None or timed.time < (1 - _WORTH_MEMORY) * held.time):
         found.add("zb", timed)
     if found.best is None:
         raise _nothing_fits(found, hardware)
@@ -133,22 +139,29 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
 
 
 def _in_timed_order(found: _Found, hardware: Hardware, request: Request) -> list[Evaluation]:
-    """The best zero-bubble pipeline in orders made for it, where it is not far from the best and not too large."""
-    start, best = found.by_family.get("zb"), found.best
-    if start is None or not _straight(start.candidate.stages) or any(s.recompute for s in start.candidate.stages):
-        return []
-    forwards = len(start.candidate.stages) * start.candidate.schedule.num_microbatches
-    if forwards > FEW_FORWARDS or (best is not None and start.time > _NEAR * best.time):
-        return []
-    move_cuts = request.strategy == "exact" and splits_everywhere(start.candidate.chain, hardware, request)
-    return timed_plans(start, hardware, move_cuts=move_cuts)
+    """The stages of the best straight pipelines in zero-bubble orders made for them, where that is not much."""
+    best, made = found.best, []
+    tried: dict[tuple[StageChoice, ...], Evaluation] = {}
+    for start in sorted(found.by_family.values() if "zb" in found.by_family else (), key=_rank):
+        candidate = start.candidate
+        alone = _straight(candidate.stages) and len(candidate.stages) == candidate.schedule.num_ranks > 1
+        again = any(stage.recompute for stage in candidate.stages)
+        few = len(candidate.stages) * candidate.schedule.num_microbatches <= FEW_FORWARDS
+        if alone and few and not again and (best is None or start.time <= _NEAR * best.time):
+            tried.setdefault(candidate.stages, start)
+    for number, start in enumerate(list(tried.values())[:_TIMED]):
+        moves: Literal["none", "layers", "slices"] = "none"
+        if request.strategy == "exact" and not number:
+            moves = "slices" if splits_everywhere(start.candidate.chain, hardware, request) else "layers"
+        made += timed_plans(start, hardware, moves=moves)
+    return made
 
 
-def _lightest(evaluations: Iterable[Evaluation]) -> Evaluation | None:
-    """The fastest that fits; of those as fast, the one that needs least memory."""
+def _lightest(evaluations: Iterable[Evaluation], *, within: float = AS_FAST) -> Evaluation | None:
+    """The fastest that fits; of those as fast, to such a share, the one that needs least memory."""
     fitting = [evaluation for evaluation in evaluations if evaluation.short is None]
     fastest = max((item.throughput for item in fitting), default=0.0)
-    level = [item for item in fitting if item.throughput >= fastest * (1 - AS_FAST)]
+    level = [item for item in fitting if item.throughput >= fastest * (1 - within)]
     return min(level, key=lambda item: max(item.memory), default=None)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate, stage_costs
 from bapipe.explore.caps import WORTH_WAITING, least_caps, live_bytes
@@ -23,8 +24,8 @@ __all__ = ["FEW_FORWARDS", "timed_plans"]
 
 FEW_FORWARDS = 512
 """stages · micro-batches up to which such orders are tried: each takes milliseconds"""
-_MOST_ORDERS = 200
-"""that are made in one search for better cuts"""
+_FEW_ORDERS, _MOST_ORDERS = 60, 200
+"""that are made in one search for better cuts, of layers and of slices"""
 _SPARED = 0.05
 """share of the memory that such an order leaves alone: it takes all that it is given, for little, and what a stage
 holds is not known more closely"""
@@ -42,17 +43,24 @@ _LOOKED_AT = 6
 _Choice = tuple[Preference, int | None]
 
 
-def timed_plans(start: Evaluation, hardware: Hardware, *, move_cuts: bool) -> list[Evaluation]:
-    """Evaluations of a straight pipeline's stages in orders made for them; with `move_cuts`, of others too."""
-    candidate = _in_slices(start.candidate) if move_cuts else start.candidate
+def timed_plans(
+    start: Evaluation, hardware: Hardware, *, moves: Literal["none", "layers", "slices"]
+) -> list[Evaluation]:
+    """Evaluations of a straight pipeline's stages in orders made for them, and of stages with moved cuts.
+
+    `moves`: cuts are moved by the units that there are, or by slices of all layers that may be divided.
+    """
+    candidate = _in_slices(start.candidate) if moves == "slices" else start.candidate
     search = _Search(candidate, hardware)
     stages = candidate.stages
     tried = [stages]
-    if move_cuts:
+    if moves == "layers":
+        tried.append(search.moved(stages, search.quickest(stages)[0], most=_FEW_ORDERS))
+    elif moves == "slices":
         family, count = FAMILIES["zb"], candidate.schedule.num_microbatches
         staggered = staggered_stages(candidate.chain, stages, hardware, family, count)
         for cut in (stages, *([] if staggered is None else [tuple(staggered)])):
-            tried += [cut, search.moved(cut, search.quickest(cut)[0])]
+            tried += [cut, search.moved(cut, search.quickest(cut)[0], most=_MOST_ORDERS)]
     found = []
     for cut in dict.fromkeys(tried):
         choices = search.quickest(cut)[:_LOOKED_AT]
@@ -80,7 +88,8 @@ class _Search:
 
     def candidate(self, stages: tuple[StageChoice, ...], choice: _Choice) -> Candidate:
         schedule, _ = timed_order(self._times(stages, choice[1]), self._microbatches, choice[0])
-        return replace(self._start, stages=stages, schedule=schedule)
+        label = f"zb, {len(stages)} stages"
+        return replace(self._start, label=label, stages=stages, schedule=schedule)
 
     def seconds(self, stages: tuple[StageChoice, ...], choice: _Choice) -> float:
         key = tuple(stage.last for stage in stages), choice
@@ -92,9 +101,9 @@ class _Search:
         """All choices, from the one with the shortest order on."""
         return sorted(_CHOICES, key=lambda choice: self.seconds(stages, choice))
 
-    def moved(self, stages: tuple[StageChoice, ...], choice: _Choice) -> tuple[StageChoice, ...]:
+    def moved(self, stages: tuple[StageChoice, ...], choice: _Choice, *, most: int) -> tuple[StageChoice, ...]:
         """The stages after all moves that pay, first of many units at once, then of fewer, at last of one."""
-        best, most = self.seconds(stages, choice), len(self._known) + _MOST_ORDERS
+        best, most = self.seconds(stages, choice), len(self._known) + most
         units = len(self._start.chain)
         step = max(1, units // (2 * len(stages)))
         while step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -40,7 +40,7 @@ def most_held(schedule: Schedule, stages: list[StageTimes]) -> list[float]:
         live = waiting = 0
         peak = 0.0
         for action in lane:
-            live += {Kind.F: 1, Kind.I: -1}.get(action.kind, 0)
+            live += {Kind.F: 1, Kind.I: -1, Kind.B: -1}.get(action.kind, 0)
             waiting += {Kind.I: 1, Kind.W: -1}.get(action.kind, 0)
             peak = max(peak, live * times.live + waiting * times.delayed)
         peaks.append(peak)
@@ -74,7 +74,7 @@ def test_any_order_is_right_and_keeps_to_its_memory(
     for lane, item in zip(schedule.lanes, stages, strict=True):
         live = [0]
         for action in lane:
-            live.append(live[-1] + {Kind.F: 1, Kind.I: -1}.get(action.kind, 0))
+            live.append(live[-1] + {Kind.F: 1, Kind.I: -1, Kind.B: -1}.get(action.kind, 0))
         assert max(live) <= item.cap
     assert time >= simulated(schedule, stages) - 1e-9
     free = [replace(item, send_forward=0.0, send_backward=0.0) for item in stages]
@@ -89,10 +89,8 @@ def test_equal_stages_gain_what_the_known_patterns_do(count: int) -> None:
     assert best <= min(simulated(order(4, count), stages) for order in (zb_h1, zb_h2))
 
 
-def test_a_weight_gradient_that_takes_no_time_follows_at_once() -> None:
-    schedule, _ = timed_order([replace(EQUAL, weight_gradient=0.0)] * 3, 6, PREFERENCES[0])
-    for lane in schedule.lanes:
-        actions = list(lane)
-        for action, following in pairwise(actions):
-            if action.kind == Kind.I:
-                assert (following.kind, following.microbatch) == (Kind.W, action.microbatch)
+def test_a_backward_without_weight_gradients_is_done_whole() -> None:
+    stages = [EQUAL, replace(EQUAL, weight_gradient=0.0), EQUAL]
+    schedule, _ = timed_order(stages, 6, PREFERENCES[0])
+    kinds = [{action.kind for action in lane} for lane in schedule.lanes]
+    assert kinds == [{Kind.F, Kind.I, Kind.W}, {Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}]

@@ -138,7 +138,7 @@ class _Search:
                 back = costs.send_backward[index - 1] / link.bandwidth + link.latency
             first, second = costs.input_gradient[index], costs.weight_gradient[index]
             if second < WORTH_WAITING * (costs.forward[index] + first + second):
-                first, second = first + second, 0.0
+                first, second = costs.backward[index], 0.0
             found.append(
                 StageTimes(
                     forward=costs.forward[index],

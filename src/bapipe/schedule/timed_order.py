@@ -21,7 +21,7 @@ from bapipe.schedule.lanes import one_stage_lane, require_sizes
 
 __all__ = ["Preference", "StageTimes", "timed_order"]
 
-_F, _I, _W = int(Kind.F), int(Kind.I), int(Kind.W)
+_F, _B, _I, _W = int(Kind.F), int(Kind.B), int(Kind.I), int(Kind.W)
 _NEVER = float("inf")
 
 
@@ -32,7 +32,7 @@ class StageTimes:
     forward: float
     input_gradient: float
     weight_gradient: float
-    """0: it follows the input gradient at once"""
+    """0: the backward is done whole, as B"""
     send_forward: float
     """seconds to the next stage; of the last one not used"""
     send_backward: float
@@ -71,7 +71,7 @@ def timed_order(
     lines[0].forward_at = [0.0] * num_microbatches
     options = [line.option() for line in lines]
     last = len(lines) - 1
-    for _ in range(3 * len(lines) * num_microbatches):
+    for _ in range(sum(3 if item.weight_gradient else 2 for item in stages) * num_microbatches):
         begins = min(options)
         index = options.index(begins)
         start, kind = begins
@@ -89,6 +89,9 @@ def timed_order(
         elif kind == _I:
             number = line.inputs
             line.inputs += 1
+            if not line.times.weight_gradient:
+                line.weights += 1
+                kind = _B
             end = start + line.times.input_gradient
             if index:
                 lines[index - 1].backward_at[number] = end + line.times.send_backward
@@ -133,8 +136,6 @@ class _Line:
         """When it would begin what next, by what is known; never, where all is done or nothing known to come."""
         times, now = self.times, self.free
         live, waiting = self.forwards - self.inputs, self.inputs - self.weights
-        if waiting and not times.weight_gradient:
-            return now, _W
         ahead = back = _NEVER
         if self.forwards < self.count and live < times.cap:
             after = max((live + 1) * times.live + waiting * times.delayed, live * times.live + times.delayed)
@@ -159,7 +160,7 @@ def _schedule(lines: Sequence[_Line], count: int) -> Schedule:
     for stage, line in enumerate(lines):
         table = np.array(line.actions, dtype=np.int64).reshape(-1, 2)
         lanes.append(one_stage_lane(stage, stage, table[:, 0].copy(), table[:, 1].copy()))
-        held = np.cumsum(np.where(table[:, 0] == _F, 1, np.where(table[:, 0] == _W, -1, 0)))
+        held = np.cumsum(np.where(table[:, 0] == _F, 1, np.where(np.isin(table[:, 0], (_B, _W)), -1, 0)))
         caps.append(int(held.max()))
     return Schedule(
         name="zb",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from bapipe.chain import Chain, holds_all_weights, part_costs
+from bapipe.chain import Chain, apart_from, holds_all_weights, part_costs
 from bapipe.cluster import Cluster, Link
 from bapipe.errors import BaPipeError
 from bapipe.lowering import Network, Route
@@ -199,7 +199,8 @@ def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
         rows = {chain.row(cluster.accelerators[index].type) for index in stage.accelerators}
         forward.append(max(float(chain.forward[row, span].sum() + parts.forward[row]) for row in rows))
         backward.append(max(float(chain.backward[row, span].sum() + parts.backward[row]) for row in rows))
-        own = max(float(chain.weight_gradient[row, span].sum()) for row in rows)
+        apart = slice(apart_from(chain, stage.first), stage.last + 1)
+        own = max(float(chain.weight_gradient[row, apart].sum()) for row in rows)
         weight.append(min(own, backward[-1]) if stage.first else backward[-1])
         parting.append(parting_time(candidate, hardware, stage))
         update.append(sums + max(float(chain.update[row, span].sum() + parts.update[row]) for row in rows))

@@ -162,12 +162,14 @@ def _stage_costs(profile: Profile, stage: PlanStage, accelerator: str, microbatc
     shares, costs = _shares(stage, len(profile.layers)), profile.at(accelerator, microbatch)
     ends = _ends(stage, len(profile.layers))
     whole = np.array([holds_all_weights(layer) for layer in profile.layers]) & (ends > 0)
+    going_on = {part.layer for part in stage.fractions if part.start > 0 and whole[part.layer]}
+    apart = np.array([0.0 if layer in going_on else share for layer, share in enumerate(shares)])
     backward = float(shares @ costs.backward + ends @ costs.part_backward)
     first = stage.first_layer == 0 and not any(part.layer == 0 and part.start > 0 for part in stage.fractions)
     return _StageCosts(
         forward=float(shares @ costs.forward + ends @ costs.part_forward),
         backward=backward,
-        weight_gradient=backward if first else float(shares @ costs.weight_gradient),
+        weight_gradient=backward if first else float(apart @ costs.weight_gradient),
         parting=0.0 if first else float(shares @ costs.parting),
         update=float(np.where(whole, 1.0, shares) @ costs.update),
     )

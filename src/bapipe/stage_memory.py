@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.chain import Chain, part_costs
+from bapipe.chain import Chain, apart_from, part_costs
 
 __all__ = ["StageBytes", "stage_bytes"]
 
@@ -61,10 +61,11 @@ def _delayed(chain: Chain, first: int, last: int, whole: float) -> float:
     """
     if first == 0:
         return whole
-    found = float(chain.delayed[first : last + 1].sum())
+    apart = apart_from(chain, first)
+    found = float(chain.delayed[apart : last + 1].sum())
     begin, end = chain.units[first], chain.units[last]
     for index, missing in ((first, begin.start / begin.of), (last, 1 - end.stop / end.of)):
-        if missing > 0 and chain.delayed[index] > 0:
+        if missing > 0 and chain.delayed[index] > 0 and index >= apart:
             taken = chain.resident_input if chain.units[index].start > 0 else chain.input_bytes
             found += missing * float(taken[index])
     return found

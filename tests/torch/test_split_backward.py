@@ -82,6 +82,21 @@ class _Embedded(nn.Module):
         return (self.one(value + self.positions(torch.arange(5))),)
 
 
+class _Aside(nn.Module):
+    """A recurrent layer over something else, which the trunk uses twice and which is also an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.before = nn.Embedding(5, 8), nn.Linear(8, 8)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.query, self.value, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, ...]:
+        said, _ = self.recurrent(self.before(self.words(torch.arange(5))).expand(len(value), 5, 8))
+        weights = (self.query(said) @ self.value(value).transpose(1, 2)).softmax(-1)
+        return self.last(weights @ value + said), said
+
+
 class _Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +115,7 @@ MODULES: dict[str, Module] = {
     "frozen": _Frozen,
     "no trunk": _Embedded,
     "convolution": _Convolutional,
+    "stem": _Aside,
 }
 
 
@@ -208,6 +224,17 @@ def test_which_weights_cannot_wait() -> None:
     early = {key for key, item in module.named_parameters() if item.grad is not None}
     # On a CPU an LSTM is a node for every time step.
     assert early == {"twice.weight", "twice.bias", "recurrent.weight_hh_l0", "recurrent.bias_hh_l0"}
+    delayed.run()
+    assert all(item.grad is not None for item in module.parameters())
+
+
+def test_what_all_ways_lead_through_waits_too() -> None:
+    """The recurrent layer and what is before it; all has its gradient when the second part is done."""
+    module, values, errors = _made("stem")
+    given = values[0].clone().requires_grad_()
+    delayed = SplitBackward(list(module.parameters())).run(list(module(given)), errors[0], [given])
+    assert {key for key, item in module.named_parameters() if item.grad is not None} == set()
+    assert len(delayed.stems) == 1
     delayed.run()
     assert all(item.grad is not None for item in module.parameters())
 

@@ -71,9 +71,9 @@ def test_both_stages_pay_for_the_layer_that_they_divide() -> None:
     costs = evaluated(divided_profile(), 1, 5).costs
     assert costs.forward == pytest.approx((1.5 / 3 + FORWARD, 2.5 / 3 + FORWARD))
     assert costs.backward == pytest.approx((3 / 3 + BACKWARD, 5 / 3 + BACKWARD))
-    # Nothing of that can be put off: the weight gradient is half of the layers' own backward. A first stage sends
-    # no error on, so all of its backward is.
-    assert costs.weight_gradient == pytest.approx((3 / 3 + BACKWARD, 5 / 6))
+    # A first stage sends no error on, so all of its backward can be put off; of the second the weight gradient of
+    # its last layer, half of that layer's backward, and nothing of the layer that goes on from the first's state.
+    assert costs.weight_gradient == pytest.approx((3 / 3 + BACKWARD, 1 / 3))
     # Both update all of the layer's 40 bytes, after summing its gradients at 20 bytes a second.
     assert costs.update == pytest.approx((0.1 + 0.4 + 2.0, 0.1 + 0.4 + 2.0))
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bapipe.chain import Chain, part_costs
+from bapipe.chain import Chain, apart_from, part_costs
 from bapipe.evaluate import Hardware, StageChoice
 from bapipe.schedule.orders import full_overlap_caps
 from bapipe.stage_memory import stage_bytes
@@ -93,7 +93,8 @@ def weight_delays(
         row = chain.row(hardware.cluster.accelerators[stage.accelerators[0]].type)
         span = slice(stage.first, stage.last + 1)
         wanted = max(0, caps[0] - cap)
-        if float(chain.weight_gradient[row, span].sum()) < WORTH_WAITING * float(chain.work[row, span].sum()):
+        apart = slice(apart_from(chain, stage.first), stage.last + 1)
+        if float(chain.weight_gradient[row, apart].sum()) < WORTH_WAITING * float(chain.work[row, span].sum()):
             wanted = 0
         found = live_bytes(chain, stage, hardware)
         spare = found.room - cap * found.each

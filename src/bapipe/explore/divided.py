@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.chain import Chain
+from bapipe.chain import Chain, apart_from
 from bapipe.errors import InfeasibleError
 from bapipe.evaluate import Hardware, StageChoice
 from bapipe.explore.pipelines import Family, optimal, straight_stages
@@ -142,11 +142,10 @@ def staggered_stages(
     back = (
         float(np.mean([(chain.backward[row] - chain.weight_gradient[row]).sum() for row in rows])) / count + send
     )
-    none = np.zeros(len(chain))
     limited = []
     for index, (span, row) in enumerate(zip(spans, rows, strict=True)):
-        put_off = microbatches * _runs(chain.weight_gradient[row], none, none)
-        ends = index * ahead + np.maximum(0.0, index * back - np.maximum(0.0, put_off))
+        put_off = microbatches * _apart(chain, chain.weight_gradient[row])
+        ends = index * ahead + np.maximum(0.0, index * back - put_off)
         limited.append(replace(span, steady=span.work + ends / microbatches))
     cuts = _least(limited, None, sends)
     return None if cuts is None else straight_stages(cuts, members)
@@ -190,6 +189,13 @@ def _runs(values: Floats, begin: Floats, end: Floats) -> Floats:
     """[first, last]: the sum over the run, and what its ends add."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     return np.asarray(total[None, 1:] - total[:-1, None] + begin[:, None] + end[None, :], dtype=np.float64)
+
+
+def _apart(chain: Chain, values: Floats) -> Floats:
+    """[first, last]: the sum over what of the run can be put off (`apart_from`)."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    begins = [apart_from(chain, first) for first in range(len(chain))]
+    return np.asarray(np.maximum(0.0, total[None, 1:] - total[begins][:, None]), dtype=np.float64)
 
 
 def _work(chain: Chain, row: int, *, recompute: bool) -> Floats:
@@ -245,7 +251,11 @@ def _memory(chain: Chain) -> _Memory:
 def _delayed(chain: Chain, before: Floats, after: Floats) -> Floats:
     taken = np.where(before > 0, chain.resident_input, chain.input_bytes)
     needs = chain.delayed > 0
-    delayed = _runs(chain.delayed, np.where(needs, before * taken, 0.0), np.where(needs, after * taken, 0.0))
+    begins = np.array([apart_from(chain, first) for first in range(len(chain))])
+    units = np.arange(len(chain))
+    delayed = _apart(chain, chain.delayed)
+    delayed += np.where(needs & (begins == units), before * taken, 0.0)[:, None]
+    delayed += np.where(needs, after * taken, 0.0)[None, :] * (units[None, :] >= begins[:, None])
     delayed[0] = np.cumsum(chain.stash) + np.where(after > 0, chain.part_stash, 0.0) + chain.boundary_backward
     return delayed
 

@@ -7,9 +7,11 @@ second starts again at those nodes and runs only the branches.
     output ── Addmm ── Relu ── Addmm ── input        trunk
                 └─ T ── weight   └─ T ── weight      branches
 
-A weight that hangs on several trunk nodes would be counted again by every node above it, so it gets its gradient
-in the first part; so does one of a recurrent layer whose library makes both gradients in one go. A stage without
-inputs that want an error has no trunk: all is done in the second part.
+A weight that hangs on several trunk nodes would be counted again by every node above it. Where all its ways up go
+through one node beside the trunk, its stem, the first part takes the gradient of that node's results along and
+the second starts there; so it is with a decoder's first layer, which attention and later layers use. Else it
+gets its gradient in the first part, and so does one of a recurrent layer on the trunk whose library makes both
+gradients in one go. A stage without inputs that want an error has no trunk: all is done in the second part.
 
 Between the parts a micro-batch holds the gradients that were noted, and of what its forward saved only what the
 second part asks for. Which that is, is seen at the first micro-batch, where both parts run at once.
@@ -17,7 +19,7 @@ second part asks for. Which that is, is seen at the first micro-batch, where bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +48,33 @@ class _Branch:
     weights: tuple[int, ...]
 
 
+_VIEWS = frozenset(
+    f"{name}Backward{number}"
+    for name in ("T", "Transpose", "Permute", "View", "ReshapeAlias", "UnsafeView", "Expand", "ToCopy", "Slice")
+    for number in (0, 1)
+)
+"""nodes that only show a weight in another way: the gradient of their result is that of the weight"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stem:
+    """A node beside the trunk that all ways up from some weights go through."""
+
+    path: _Path
+    name: str
+    results: tuple[int, ...]
+    """the numbers of its results that others use"""
+    weights: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Anatomy:
     """Which weights wait for the second part."""
 
     branches: tuple[_Branch, ...]
+    stems: tuple[_Stem, ...]
     early: tuple[int, ...]
-    """weights that hang on several nodes"""
+    """weights that hang on several nodes without a stem"""
     free: tuple[int, ...]
     """weights that no trunk leads to"""
 
@@ -63,6 +85,8 @@ class DelayedWeights:
 
     entered: tuple[tuple[Node, list[tuple[Tensor | None, ...]], tuple[nn.Parameter, ...]], ...]
     """trunk node, the gradients that entered it, and the weights on its branch"""
+    stems: tuple[tuple[list[GradientEdge], list[Tensor], tuple[nn.Parameter, ...]], ...] = ()
+    """results of a stem, their gradients, and the weights below"""
     free: tuple[nn.Parameter, ...] = ()
     """weights that no trunk leads to, with what to differentiate for them and the errors of that"""
     outputs: tuple[Tensor | GradientEdge, ...] = ()
@@ -72,6 +96,7 @@ class DelayedWeights:
     def gradients(self) -> list[Tensor]:
         """What it holds beside the graph."""
         noted = [item for _, gradients, _ in self.entered for entered in gradients for item in entered]
+        noted += [item for _, gradients, _ in self.stems for item in gradients]
         return [item for item in (*noted, *self.errors) if item is not None]
 
     def run(self) -> None:
@@ -85,6 +110,8 @@ class DelayedWeights:
                 ]
                 if edges:
                     _add([edge for edge, _ in edges], [gradient for _, gradient in edges], weights)
+        for results, found, weights in self.stems:
+            _add(results, found, weights)
         if self.free:
             _add(self.outputs, self.errors, self.free)
         if self.saved is not None:
@@ -100,6 +127,21 @@ def _add(outputs: Sequence[Any], errors: Sequence[Tensor | None], weights: Seque
     for weight, gradient in zip(weights, found, strict=True):
         if gradient is not None:
             weight.grad = gradient.clone() if weight.grad is None else weight.grad.add_(gradient)
+
+
+def _backward(
+    outputs: Sequence[Tensor],
+    errors: Sequence[Tensor | None],
+    wanted: Sequence[Tensor],
+    results: Sequence[GradientEdge],
+) -> list[Tensor | None]:
+    """Gradients into `.grad` of what is wanted, and those of the results, which are returned; keeps the graph."""
+    inputs: Any = (*wanted, *results)
+    found = torch.autograd.grad(tuple(outputs), inputs, tuple(errors), retain_graph=True, allow_unused=True)
+    for value, gradient in zip(wanted, found, strict=False):
+        if gradient is not None:
+            value.grad = gradient.clone() if value.grad is None else value.grad.add_(gradient)
+    return list(found[len(wanted) :])
 
 
 class SplitBackward:
@@ -137,13 +179,22 @@ class SplitBackward:
         anatomy = self._anatomy
         assert anatomy is not None
         entered, handles = [], []
-        for branch, node in zip(anatomy.branches, nodes, strict=True):
+        upper, lower = nodes[: len(anatomy.branches)], nodes[len(anatomy.branches) :]
+        for branch, node in zip(anatomy.branches, upper, strict=True):
             noted: list[tuple[Tensor | None, ...]] = []
             handles.append(node.register_prehook(_noting(noted)))
             entered.append((node, noted, tuple(self._weights[index] for index in branch.weights)))
         wanted = [*inputs, *(self._weights[index] for index in anatomy.early)]
+        results = [
+            GradientEdge(node, number)
+            for stem, node in zip(anatomy.stems, lower, strict=True)
+            for number in stem.results
+        ]
+        taken: list[Tensor | None] = []
         try:
-            if wanted:
+            if results:
+                taken = _backward(outputs, errors, wanted, results)
+            elif wanted:
                 torch.autograd.backward(tuple(outputs), tuple(errors), inputs=wanted, retain_graph=True)
         finally:
             for handle in handles:
@@ -151,6 +202,7 @@ class SplitBackward:
         free = tuple(self._weights[index] for index in anatomy.free)
         delayed = DelayedWeights(
             entered=tuple(entered),
+            stems=self._stems(results, taken),
             free=free,
             outputs=tuple(map(_root, outputs, errors)) if free else (),
             errors=tuple(errors) if free else (),
@@ -165,15 +217,31 @@ class SplitBackward:
             saved.keep_only(self._needed)
         return delayed
 
+    def _stems(
+        self, results: Sequence[GradientEdge], taken: Sequence[Tensor | None]
+    ) -> tuple[tuple[list[GradientEdge], list[Tensor], tuple[nn.Parameter, ...]], ...]:
+        assert self._anatomy is not None
+        pairs = iter(zip(results, taken, strict=True))
+        found = []
+        for stem in self._anatomy.stems:
+            own = [
+                (edge, gradient) for edge, gradient in (next(pairs) for _ in stem.results) if gradient is not None
+            ]
+            weights = tuple(self._weights[index] for index in stem.weights)
+            if own:
+                found.append(([edge for edge, _ in own], [gradient for _, gradient in own], weights))
+        return tuple(found)
+
     def _nodes(self, roots: Sequence[Node | None]) -> list[Node] | None:
-        """The nodes of the branches in this micro-batch's graph; None if it is not the known one."""
+        """The nodes of branches, then of stems, in this micro-batch's graph; None if it is not the known one."""
         if self._anatomy is None:
             return None
         found: list[Node] = []
         known: dict[_Path, Any] = {}
-        for branch in self._anatomy.branches:
-            node = _follow(roots, branch.path, known)
-            if node is None or node.name() != branch.name:
+        parts: list[_Branch | _Stem] = [*self._anatomy.branches, *self._anatomy.stems]
+        for part in parts:
+            node = _follow(roots, part.path, known)
+            if node is None or node.name() != part.name:
                 return None
             found.append(node)
         return found
@@ -221,13 +289,19 @@ def _dissect(roots: Sequence[Node | None], inputs: Sequence[Tensor], weights: Se
             trunk.add(node)
     tops = {root for root in roots if root is not None}
     branches: dict[Node, list[int]] = {}
+    stems: dict[Node, list[int]] = {}
     early, free = [], []
+    place = {node: index for index, node in enumerate(order)}
     for number, holder in holders.items():
         joints, outside = _joints(holder, trunk, parents, tops)
         if len(joints) == 1 and not outside and joints[0].name() not in _INDIVISIBLE:
             branches.setdefault(joints[0], []).append(number)
         elif joints:
-            early.append(number)
+            stem = _stem(holder, trunk, parents, tops, place)
+            if stem is None:
+                early.append(number)
+            else:
+                stems.setdefault(stem, []).append(number)
         else:
             free.append(number)
     return _Anatomy(
@@ -235,9 +309,38 @@ def _dissect(roots: Sequence[Node | None], inputs: Sequence[Tensor], weights: Se
             _Branch(path=paths[node], name=node.name(), weights=tuple(numbers))
             for node, numbers in branches.items()
         ),
+        stems=tuple(
+            _Stem(path=paths[node], name=node.name(), results=_results(node, parents), weights=tuple(numbers))
+            for node, numbers in stems.items()
+        ),
         early=tuple(early),
         free=tuple(free),
     )
+
+
+def _stem(
+    holder: Node, trunk: set[Node], parents: dict[Node, list[Node]], tops: set[Node], place: Mapping[Node, int]
+) -> Node | None:
+    """The uppermost node that all ways up from a weight go through before any of them leaves for the trunk or an
+    output; None where there are only nodes below that show the weight in another way."""
+    found, waiting, computes = None, {holder}, False
+    while waiting:
+        node = min(waiting, key=place.__getitem__)  # all that leads from the weight to it is behind
+        waiting.discard(node)
+        computes = computes or (node is not holder and node.name() not in _VIEWS)
+        if computes and not waiting:
+            found = node
+        above = parents.get(node, ())
+        if node in tops or any(parent in trunk for parent in above):
+            break
+        waiting.update(above)
+    return found
+
+
+def _results(node: Node, parents: dict[Node, list[Node]]) -> tuple[int, ...]:
+    """The numbers of a node's results that others use."""
+    uses = (edge for parent in parents.get(node, ()) for edge in parent.next_functions)
+    return tuple(sorted({number for child, number in uses if child is node}))
 
 
 def _walk(roots: Sequence[Node | None]) -> tuple[list[Node], dict[Node, _Path], dict[Node, list[Node]]]:

@@ -1,0 +1,122 @@
+"""What a stage of a zero-bubble order holds, storage by storage, against what the memory model says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bapipe.chain import Chain, make_chain
+from bapipe.model import ModelRef
+from bapipe.stage_memory import stage_bytes
+from bapipe.torch.capturing import Captured, capture
+from bapipe.torch.capturing.private import flatten
+from bapipe.torch.loss import LossSum
+from bapipe.torch.measure import Settings, profile_module, rounds
+from bapipe.torch.stage_runner import StageRunner
+from bapipe.torch.zoo.gnmt import build_gnmt
+
+SIZE, COUNT = 4, 5
+
+
+class _Storages(TorchDispatchMode):
+    """Every storage that an operation made, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for item in tree_leaves(made):
+            if isinstance(item, Tensor):
+                storage = item.untyped_storage()
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return made
+
+    def held(self) -> int:
+        self._made = {key: item for key, item in self._made.items() if not item[0].expired()}
+        return sum(size for _, size in self._made.values())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Captured, Chain]:
+    torch.manual_seed(0)
+    module, args, kwargs, *_ = build_gnmt(layers=4, hidden=64, vocabulary=512, sequence=12, with_loss=True)
+    folder: Path = tmp_path_factory.mktemp("cache")
+    settings = Settings(microbatches=(SIZE,), folder=folder, seconds=0.001, iterations=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "find_units", _each_alone)  # layers so small would be weighed together, by chance
+        profile = profile_module(module, args, kwargs, model=ModelRef(name="gnmt"), settings=settings).profile
+    return capture(module, args, kwargs, check=False), make_chain(profile, tuple(profile.accelerators), SIZE)
+
+
+def _each_alone(forward: Sequence[Any], *_: Any) -> tuple[Any, ...]:
+    return tuple((layer, layer) for layer in range(len(forward))), (1.0,) * len(forward), (1.0,) * len(forward)
+
+
+def held_by(captured: Captured, first: int, last: int) -> tuple[list[int], list[int]]:
+    """Bytes that each micro-batch adds with its forward, and that are left of them after its input gradient."""
+    stage = captured.stage(first, last)
+    spec, ends = stage.stage_spec, last == len(captured.layers) - 1
+    sizes = [SIZE] * COUNT
+    loss = LossSum(None, sizes) if ends else None
+    output = captured.output if ends else None
+    runner = StageRunner(0, {SIZE: stage}, sizes=sizes, parted=True, loss=loss, output=output)
+    leaves = flatten(captured.examples.resized(SIZE).tree())[0]
+    forward, waiting = [], []
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if loss is not None:
+        loss.begin()
+    runner.begin(0, [leaves] * COUNT, [None] * COUNT)
+    with _Storages() as storages:
+        for number in range(COUNT):
+            before = storages.held()
+            values = tuple(torch.randn([each * SIZE + more for each, more in item.dims]) for item in spec.received)
+            made = runner.forward(number, values)
+            del values
+            forward.append(storages.held() - before)
+            errors = [
+                torch.randn_like(item) for item, about in zip(made, spec.sent, strict=False) if about.requires_grad
+            ]
+            del made
+            sent = runner.input_gradient(number, errors)
+            del sent, errors
+            waiting.append(storages.held() - before)
+        for number in range(COUNT):
+            runner.weight_gradient(number)
+    runner.end()
+    # At the first micro-batch both parts run at once.
+    return forward[1:], waiting[1:]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        pytest.param(5, 6, id="attention"),
+        pytest.param(7, 7, id="classifier"),
+    ],
+)
+def test_a_micro_batch_that_waits_holds_what_was_weighed(
+    model: tuple[Captured, Chain], first: int, last: int
+) -> None:
+    captured, chain = model
+    forward, waiting = held_by(captured, first, last)
+    said = stage_bytes(chain, first, last)
+    assert len(set(waiting)) == 1, "every micro-batch holds as much"
+    assert forward[0] == pytest.approx(said.stash, rel=0.06)
+    assert waiting[0] == pytest.approx(said.delayed, rel=0.05)
+
+
+def test_a_stage_without_weight_gradients_to_put_off_holds_nothing(model: tuple[Captured, Chain]) -> None:
+    """An LSTM's library makes them with the errors: when these are sent, all is let go."""
+    _, waiting = held_by(model[0], 6, 6)
+    assert waiting == [0] * len(waiting)

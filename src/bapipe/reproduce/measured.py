@@ -2,13 +2,14 @@
 
 result.json has `runs`, each of `slices` equal parts of one GPU with `rows` of `model`, `case` and `throughput`
 (samples/s); rows that failed have an `error` instead. A run with `emulated` had its links slowed down and is shown
-apart; one whose `percentages` differ is left out. `largest`, where it is there, has rows of `system`, `slices` and
-`layers` for Table IV. What the file lacks is shown as not measured.
+apart; one whose `percentages` differ is left out. Two rows are compared only where they are of one run. `largest`,
+where it is there, has rows of `system`, `slices` and `layers` for Table IV. What the file lacks is shown as not
+measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,18 @@ _PLAIN, _ACCUMULATED = "dp-64", "dp"
 """cases of benchmarks/slices/cases.py: data parallelism at B = 64, and at the pipelines' mini-batch"""
 
 
+Rates = dict[tuple[str, int, str], float]
+"""(model, slices, case) -> samples/s"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """The file's figures, of runs on equal slices."""
 
     environment: str
-    throughput: dict[tuple[str, int, str], float]
-    """(model, slices, case) -> samples/s, the last run's"""
-    emulated: dict[tuple[str, int, str], float]
+    throughput: tuple[Rates, ...]
+    """of each run, the last one last"""
+    emulated: tuple[Rates, ...]
     """the same of runs whose links were slowed down"""
     largest: dict[tuple[str, int], float]
     """(system, slices) -> L of GNMT-L"""
@@ -52,16 +57,7 @@ def read_measured(path: str | Path | None = None) -> Measured:
     data = load_json(file)
     if not isinstance(data, dict) or not isinstance(data.get("runs", []), list):
         raise FileFormatError(f"{file} has no list of runs; give the result.json of benchmarks/slices")
-    throughput: dict[tuple[str, int, str], float] = {}
-    emulated: dict[tuple[str, int, str], float] = {}
-    for run in data.get("runs", []):
-        if not _usable(run):
-            continue
-        into = emulated if run.get("emulated") else throughput
-        for row in run.get("rows", []):
-            value = row.get("throughput") if isinstance(row, Mapping) else None
-            if isinstance(value, (int, float)) and value > 0:
-                into[str(row.get("model")), int(run["slices"]), str(row.get("case"))] = float(value)
+    usable = [run for run in data.get("runs", []) if _usable(run)]
     largest: dict[tuple[str, int], float] = {}
     for row in data.get("largest", []):
         count, layers = (row.get("slices"), row.get("layers")) if isinstance(row, Mapping) else (None, None)
@@ -69,8 +65,8 @@ def read_measured(path: str | Path | None = None) -> Measured:
             largest[str(row.get("system")), count] = float(layers)
     return Measured(
         environment=str(data.get("environment", "not told")),
-        throughput=throughput,
-        emulated=emulated,
+        throughput=tuple(_rates(run) for run in usable if not run.get("emulated")),
+        emulated=tuple(_rates(run) for run in usable if run.get("emulated")),
         largest=largest,
     )
 
@@ -81,6 +77,18 @@ def _usable(run: Any) -> bool:
         return False
     shares = run.get("percentages")
     return shares is None or len(set(shares)) <= 1
+
+
+def _rates(run: Mapping[str, Any]) -> Rates:
+    found: Rates = {}
+    for row in run.get("rows", []):
+        value = row.get("throughput") if isinstance(row, Mapping) else None
+        if isinstance(value, (int, float)) and value > 0:
+            model, count = str(row.get("model")), int(run["slices"])
+            found[model, count, str(row.get("case"))] = float(value)
+            if row.get("case") == "auto" and row.get("schedule") == "data-parallel":
+                found.setdefault((model, count, _ACCUMULATED), float(value))  # it is the same plan
+    return found
 
 
 def measured_cells(name: str, found: Measured) -> tuple[Cell, ...]:
@@ -103,13 +111,16 @@ def measured_cells(name: str, found: Measured) -> tuple[Cell, ...]:
     return ()
 
 
-def _speedups(run: PaperRun, rates: Mapping[tuple[str, int, str], float], how: str) -> list[Cell]:
+def _speedups(run: PaperRun, runs: Sequence[Rates], how: str) -> list[Cell]:
     """Over data parallelism at B = 64 on the same slices, as the paper has it, and over accumulated."""
     row = f"{run.title}, {run.accelerators} slices"
 
     def over(case: str, reference: str) -> float | None:
-        rate, base = (rates.get((run.model, run.accelerators, name)) for name in (case, reference))
-        return None if rate is None or base is None else rate / base
+        for rates in reversed(runs):
+            rate, base = (rates.get((run.model, run.accelerators, name)) for name in (case, reference))
+            if rate is not None and base is not None:
+                return rate / base
+        return None
 
     paper = {
         "PipeDream": next(iter(run.pipedream.values())),

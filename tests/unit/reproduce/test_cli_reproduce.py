@@ -126,7 +126,10 @@ def test_measured_figures_stand_beside_the_paper_s(tmp_path: Path) -> None:
     uneven = {"slices": 4, "percentages": [50, 25, 12.5, 12.5], "rows": [{**rows[2], "throughput": 1.0}]}
     emulated = {"slices": 4, "emulated": {"bandwidth": 1e9}, "rows": [rows[0], {**rows[2], "throughput": 780.0}]}
     largest = [{"system": "BaPipe", "slices": 2, "layers": 80}]
-    runs = [{"slices": 4, "rows": rows}, uneven, emulated]
+    later = {"slices": 4, "rows": [{"model": "gnmt-8", "case": "auto", "throughput": 900.0}]}
+    plain = {"model": "resnet50", "case": "auto", "schedule": "data-parallel", "throughput": 5.0}
+    other = {"slices": 4, "rows": [plain, {"model": "resnet50", "case": "so", "throughput": 4.0}]}
+    runs = [{"slices": 4, "rows": rows}, uneven, emulated, later, other]
     path = written(tmp_path, {"environment": "a GPU", "runs": runs, "largest": largest})
     found = json.loads(run("table3", "--measured", "--results", str(path), "--json").output)
     cells = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
@@ -134,6 +137,7 @@ def test_measured_figures_stand_beside_the_paper_s(tmp_path: Path) -> None:
     assert cells["GNMT-8, 4 slices", "BaPipe, measured"]["paper"] == 3.9
     assert cells["GNMT-8, 4 slices", "BaPipe over DP accumulated, measured"]["ours"] == 1.4
     assert cells["GNMT-8, 4 slices", "PipeDream, measured"]["ours"] is None
+    assert cells["ResNet-50, 4 slices", "1F1B-SO, forced, over DP accumulated, measured"]["ours"] == 0.8
     assert cells["GNMT-8, 4 slices", "BaPipe, measured, emulated links"]["error"] == pytest.approx(0)
     assert cells["VGG-16, 8 slices", "DP, B=32, measured"]["error"] is None
     text = run("table4", "--measured", "--results", str(path)).output

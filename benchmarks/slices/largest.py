@@ -154,7 +154,7 @@ def measure(
 
 def predicted(profile: Profile, machine: Machine, system: str) -> dict[str, Any]:
     """`predicted`, the largest L that the planner has a plan for, or the `error`."""
-    low, high = 6, 400
+    low, high = 6, 800
     while high - low > 2:
         middle = (low + high) // 4 * 2
         try:

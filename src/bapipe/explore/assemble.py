@@ -6,8 +6,9 @@ from typing import Literal
 
 from bapipe.chain import Chain
 from bapipe.evaluate import Evaluation, parting_time
+from bapipe.explore.found import AS_FAST
 from bapipe.explore.pipelines import MOST_TYPES
-from bapipe.explore.search import AS_FAST, Exploration
+from bapipe.explore.search import Exploration
 from bapipe.plan import LayerPart, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.files import ScheduleFile
 from bapipe.stage_memory import stage_bytes

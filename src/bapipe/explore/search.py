@@ -7,7 +7,7 @@ N micro-batches, and throughput decides). Each is timed by the simulator; the fa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
@@ -18,6 +18,7 @@ from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate
 from bapipe.explore.data_parallel import Estimate, analytic_rivals, at_minibatch, data_parallel_candidate
 from bapipe.explore.divided import refined, split_stages, splits_everywhere
+from bapipe.explore.found import Found, lightest, rank
 from bapipe.explore.pipelines import (
     Family,
     build,
@@ -37,12 +38,10 @@ from bapipe.profile import Profile
 from bapipe.stage_memory import stage_bytes
 from bapipe.units import format_bytes
 
-__all__ = ["AS_FAST", "BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound"]
+__all__ = ["BRUTE_LAYERS", "BRUTE_STAGES", "Exploration", "explore", "lower_bound"]
 
 BRUTE_LAYERS, BRUTE_STAGES = 10, 4
 """sizes up to which a straight plan is compared with every other cut of its depth"""
-AS_FAST = 5e-4
-"""share of the throughput by which two plans may differ and count as equally fast: no prediction is closer"""
 _WORTH_MEMORY = 5e-3
 """share of the time that an order made for its stages must save, which mostly holds more than the usual one"""
 _TIMED = 3
@@ -100,7 +99,7 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         raise BaPipeError(
             f"{request.stages} stages need as many accelerators, the cluster has {len(cluster)}; lower --stages"
         )
-    found = _Found()
+    found = Found()
     chains = {size: make_chain(profile, types, size) for size in sizes}
     ordered = sorted(sizes, key=lambda size: _perfect(chains[size], cluster, minibatch))
     if len(profile.layers) * len(cluster) > THOROUGH and request.strategy == "exact":
@@ -110,7 +109,7 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         for family, candidate in _candidates(chains[size], hardware, request, minibatch, found):
             if found.is_new(candidate):
                 found.add(family, evaluate(candidate, hardware))
-    timed = _lightest(_in_timed_order(found, hardware, request), within=_WORTH_MEMORY)
+    timed = lightest(_in_timed_order(found, hardware, request), within=_WORTH_MEMORY)
     held = found.by_family.get("zb")
     if timed and held and (held.short is not None or timed.time < (1 - _WORTH_MEMORY) * held.time):
         found.add("zb", timed)
@@ -128,7 +127,7 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         hardware=hardware,
         minibatch=best.samples if paper else minibatch,
         best=best,
-        considered=tuple(sorted(found.by_family.values(), key=_rank)),
+        considered=tuple(sorted(found.by_family.values(), key=rank)),
         estimates=tuple(estimates),
         lower_bound=lower_bound(profile, cluster, best.samples if paper else minibatch),
         ideal=_ideal(best.candidate.chain, cluster),
@@ -138,11 +137,11 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
     )
 
 
-def _in_timed_order(found: _Found, hardware: Hardware, request: Request) -> list[Evaluation]:
+def _in_timed_order(found: Found, hardware: Hardware, request: Request) -> list[Evaluation]:
     """The stages of the best straight pipelines in zero-bubble orders made for them, where that is not much."""
     best, made = found.best, []
     tried: dict[tuple[StageChoice, ...], Evaluation] = {}
-    for start in sorted(found.by_family.values() if "zb" in found.by_family else (), key=_rank):
+    for start in sorted(found.by_family.values() if "zb" in found.by_family else (), key=rank):
         candidate = start.candidate
         alone = _straight(candidate.stages) and len(candidate.stages) == candidate.schedule.num_ranks > 1
         again = any(stage.recompute for stage in candidate.stages)
@@ -155,14 +154,6 @@ def _in_timed_order(found: _Found, hardware: Hardware, request: Request) -> list
             moves = "slices" if splits_everywhere(start.candidate.chain, hardware, request) else "layers"
         made += timed_plans(start, hardware, moves=moves)
     return made
-
-
-def _lightest(evaluations: Iterable[Evaluation], *, within: float = AS_FAST) -> Evaluation | None:
-    """The fastest that fits; of those as fast, to such a share, the one that needs least memory."""
-    fitting = [evaluation for evaluation in evaluations if evaluation.short is None]
-    fastest = max((item.throughput for item in fitting), default=0.0)
-    level = [item for item in fitting if item.throughput >= fastest * (1 - within)]
-    return min(level, key=lambda item: max(item.memory), default=None)
 
 
 def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:
@@ -213,48 +204,8 @@ def _ideal(chain: Chain, cluster: Cluster, fastest: int | None = None) -> float:
     return ideal_time(sorted(float(whole[chain.row(item.type)]) for item in cluster.accelerators)[:fastest])
 
 
-def _rank(evaluation: Evaluation) -> tuple[float, float]:
-    """Smaller is better: what fits by throughput, what does not by how much it lacks."""
-    short = evaluation.short
-    return (0.0 if short is None else short[1], -evaluation.throughput)
-
-
-class _Found:
-    """The best evaluation of each family."""
-
-    def __init__(self) -> None:
-        self.by_family: dict[str, Evaluation] = {}
-        self.count = 0
-        self.bound = 0.0
-        """seconds that no candidate of the micro-batch size at hand can beat"""
-        self._seen: set[tuple[object, ...]] = set()
-
-    def is_new(self, candidate: Candidate) -> bool:
-        """Whether these stages were not yet timed under this schedule; several strategies often agree."""
-        schedule = candidate.schedule
-        key = (candidate.chain.units, candidate.chain.microbatch, candidate.stages, schedule.name, schedule.caps)
-        new = key not in self._seen
-        self._seen.add(key)
-        return new
-
-    def add(self, family: str, evaluation: Evaluation) -> None:
-        self.count += 1
-        held = self.by_family.get(family)
-        if held is None or _rank(evaluation) < _rank(held):
-            self.by_family[family] = evaluation
-
-    def hopeless(self, family: str) -> bool:
-        """Whether the family has done better already than the size at hand allows."""
-        held = self.by_family.get(family)
-        return held is not None and held.short is None and held.time <= self.bound
-
-    @property
-    def best(self) -> Evaluation | None:
-        return _lightest(self.by_family.values())
-
-
 def _candidates(
-    chain: Chain, hardware: Hardware, request: Request, minibatch: int, found: _Found
+    chain: Chain, hardware: Hardware, request: Request, minibatch: int, found: Found
 ) -> Iterator[tuple[str, Candidate]]:
     """All candidates of one micro-batch size, each with the family it competes in."""
     cluster, count = hardware.cluster, len(hardware.cluster)
@@ -281,7 +232,7 @@ def _candidates(
 
 
 def _pipelines(
-    chain: Chain, hardware: Hardware, request: Request, minibatch: int, found: _Found
+    chain: Chain, hardware: Hardware, request: Request, minibatch: int, found: Found
 ) -> Iterator[tuple[str, Candidate]]:
     """The pipelines of one micro-batch size, of the depth that is asked for or of any."""
     cluster, count = hardware.cluster, len(hardware.cluster)
@@ -402,9 +353,9 @@ def _interleaved(
             return
 
 
-def _nothing_fits(found: _Found, hardware: Hardware) -> InfeasibleError:
+def _nothing_fits(found: Found, hardware: Hardware) -> InfeasibleError:
     """Which stage of the closest candidate lacks how much, and what would help."""
-    closest = min((item for item in found.by_family.values() if item.short is not None), key=_rank, default=None)
+    closest = min((item for item in found.by_family.values() if item.short is not None), key=rank, default=None)
     if closest is None or closest.short is None:
         fits = ", ".join(evaluation.candidate.label for evaluation in found.by_family.values())
         return InfeasibleError(

@@ -139,9 +139,8 @@ def staggered_stages(
     rows = [chain.row(cluster.accelerators[member].type) for member in members]
     send = float(np.mean([item.min() for item in sends[:-1]])) / 2 if count > 1 else 0.0
     ahead = float(np.mean([chain.forward[row].sum() for row in rows])) / count + send
-    back = (
-        float(np.mean([(chain.backward[row] - chain.weight_gradient[row]).sum() for row in rows])) / count + send
-    )
+    errors = chain.backward - chain.weight_gradient
+    back = float(np.mean([errors[row].sum() for row in rows])) / count + send
     limited = []
     for index, (span, row) in enumerate(zip(spans, rows, strict=True)):
         put_off = microbatches * _apart(chain, chain.weight_gradient[row])
@@ -194,8 +193,13 @@ def _runs(values: Floats, begin: Floats, end: Floats) -> Floats:
 def _apart(chain: Chain, values: Floats) -> Floats:
     """[first, last]: the sum over what of the run can be put off (`apart_from`)."""
     total = np.concatenate([[0.0], np.cumsum(values)])
-    begins = [apart_from(chain, first) for first in range(len(chain))]
-    return np.asarray(np.maximum(0.0, total[None, 1:] - total[begins][:, None]), dtype=np.float64)
+    return np.asarray(np.maximum(0.0, total[None, 1:] - total[_begins(chain)][:, None]), dtype=np.float64)
+
+
+@functools.lru_cache(maxsize=16)
+def _begins(chain: Chain) -> NDArray[np.int64]:
+    """`apart_from` of every unit."""
+    return np.array([apart_from(chain, first) for first in range(len(chain))])
 
 
 def _work(chain: Chain, row: int, *, recompute: bool) -> Floats:
@@ -251,8 +255,7 @@ def _memory(chain: Chain) -> _Memory:
 def _delayed(chain: Chain, before: Floats, after: Floats) -> Floats:
     taken = np.where(before > 0, chain.resident_input, chain.input_bytes)
     needs = chain.delayed > 0
-    begins = np.array([apart_from(chain, first) for first in range(len(chain))])
-    units = np.arange(len(chain))
+    begins, units = _begins(chain), np.arange(len(chain))
     delayed = _apart(chain, chain.delayed)
     delayed += np.where(needs & (begins == units), before * taken, 0.0)[:, None]
     delayed += np.where(needs, after * taken, 0.0)[None, :] * (units[None, :] >= begins[:, None])

@@ -32,6 +32,7 @@ __all__ = [
     "optimal",
     "require_layers",
     "straight_stages",
+    "with_cuts",
 ]
 
 MOST_TYPES = 3
@@ -286,6 +287,14 @@ def straight_stages(cuts: Sequence[int], accelerators: Sequence[int]) -> list[St
         StageChoice(first=first, last=last, accelerators=(index,))
         for first, last, index in zip(starts(cuts), cuts, accelerators, strict=True)
     ]
+
+
+def with_cuts(stages: Sequence[StageChoice], cuts: Sequence[int]) -> tuple[StageChoice, ...]:
+    """The same stages with these last units."""
+    return tuple(
+        replace(stage, first=first, last=last)
+        for stage, first, last in zip(stages, starts(cuts), cuts, strict=True)
+    )
 
 
 def require_layers(chain: Chain, stages: int) -> None:

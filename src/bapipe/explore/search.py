@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Literal
 
 from bapipe.chain import Chain, make_chain
 from bapipe.cluster import Cluster
@@ -26,11 +25,11 @@ from bapipe.explore.pipelines import (
     interleaved_candidate,
     optimal,
     require_layers,
+    with_cuts,
 )
 from bapipe.explore.request import Request, default_minibatch, microbatch_sizes, profiled_range
 from bapipe.explore.strategies import THOROUGH, fixed_partitions, paper_candidate
-from bapipe.explore.timed import FEW_FORWARDS, timed_plans
-from bapipe.partition.cuts import starts
+from bapipe.explore.timed import FEW_FORWARDS, Moves, timed_plans
 from bapipe.partition.inter_layer import ideal_time
 from bapipe.partition.intra_layer import refine
 from bapipe.partition.steps import Step
@@ -149,7 +148,7 @@ def _in_timed_order(found: Found, hardware: Hardware, request: Request) -> list[
         if alone and few and not again and (best is None or start.time <= _NEAR * best.time):
             tried.setdefault(candidate.stages, start)
     for number, start in enumerate(list(tried.values())[:_TIMED]):
-        moves: Literal["none", "layers", "slices"] = "none"
+        moves: Moves = "none"
         if request.strategy == "exact" and not number:
             moves = "slices" if splits_everywhere(start.candidate.chain, hardware, request) else "layers"
         made += timed_plans(start, hardware, moves=moves)
@@ -165,11 +164,7 @@ def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:
         return None
     fastest = best.time
     for cuts in combinations(range(len(chain) - 1), len(stages) - 1):
-        ends = (*cuts, len(chain) - 1)
-        bounds = zip(starts(ends), ends, strict=True)
-        trial = tuple(
-            replace(stage, first=first, last=last) for stage, (first, last) in zip(stages, bounds, strict=True)
-        )
+        trial = with_cuts(stages, (*cuts, len(chain) - 1))
         evaluation = evaluate(replace(candidate, stages=trial), hardware)
         if evaluation.short is None:
             fastest = min(fastest, evaluation.time)

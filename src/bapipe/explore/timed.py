@@ -15,12 +15,12 @@ from typing import Literal
 from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate, stage_costs
 from bapipe.explore.caps import WORTH_WAITING, least_caps, live_bytes
 from bapipe.explore.divided import refined, staggered_stages
-from bapipe.explore.pipelines import FAMILIES
-from bapipe.partition.cuts import starts
+from bapipe.explore.pipelines import FAMILIES, with_cuts
 from bapipe.partition.intra_layer import translate
+from bapipe.schedule.actions import Schedule
 from bapipe.schedule.timed_order import Preference, StageTimes, timed_order
 
-__all__ = ["FEW_FORWARDS", "timed_plans"]
+__all__ = ["FEW_FORWARDS", "Moves", "timed_plans"]
 
 FEW_FORWARDS = 512
 """stages · micro-batches up to which such orders are tried: each takes milliseconds"""
@@ -36,16 +36,15 @@ _CHOICES = tuple(
     for first, gap, more in itertools.product((True, False), (0.0, 0.5), (0, 2, 4, None))
 )
 """what goes first, and micro-batches beyond the least K that may wait for their I; None: as many as there are"""
-
 _LOOKED_AT = 6
 """of them that are simulated"""
 
+Moves = Literal["none", "layers", "slices"]
 _Choice = tuple[Preference, int | None]
+_Cuts = tuple[int, ...]
 
 
-def timed_plans(
-    start: Evaluation, hardware: Hardware, *, moves: Literal["none", "layers", "slices"]
-) -> list[Evaluation]:
+def timed_plans(start: Evaluation, hardware: Hardware, *, moves: Moves) -> list[Evaluation]:
     """Evaluations of a straight pipeline's stages in orders made for them, and of stages with moved cuts.
 
     `moves`: cuts are moved by the units that there are, or by slices of all layers that may be divided.
@@ -75,7 +74,7 @@ def _in_slices(candidate: Candidate) -> Candidate:
         return candidate
     finer = refined(chain)
     cuts = translate(tuple(stage.last for stage in candidate.stages), chain, finer)
-    return replace(candidate, chain=finer, stages=_with_cuts(candidate.stages, cuts))
+    return replace(candidate, chain=finer, stages=with_cuts(candidate.stages, cuts))
 
 
 class _Search:
@@ -84,18 +83,29 @@ class _Search:
     def __init__(self, candidate: Candidate, hardware: Hardware) -> None:
         self._start, self._hardware = candidate, hardware
         self._microbatches = candidate.schedule.num_microbatches
-        self._known: dict[tuple[tuple[int, ...], _Choice], float] = {}
+        self._bases: dict[_Cuts, list[StageTimes]] = {}
+        self._orders: dict[tuple[_Cuts, _Choice], tuple[Schedule, float]] = {}
 
     def candidate(self, stages: tuple[StageChoice, ...], choice: _Choice) -> Candidate:
-        schedule, _ = timed_order(self._times(stages, choice[1]), self._microbatches, choice[0])
-        label = f"zb, {len(stages)} stages"
-        return replace(self._start, label=label, stages=stages, schedule=schedule)
+        schedule, _ = self._order(stages, choice)
+        return replace(self._start, label=f"zb, {len(stages)} stages", stages=stages, schedule=schedule)
 
     def seconds(self, stages: tuple[StageChoice, ...], choice: _Choice) -> float:
-        key = tuple(stage.last for stage in stages), choice
-        if key not in self._known:
-            _, self._known[key] = timed_order(self._times(stages, choice[1]), self._microbatches, choice[0])
-        return self._known[key]
+        return self._order(stages, choice)[1]
+
+    def _order(self, stages: tuple[StageChoice, ...], choice: _Choice) -> tuple[Schedule, float]:
+        cuts = tuple(stage.last for stage in stages)
+        key = cuts, choice
+        if key not in self._orders:
+            if cuts not in self._bases:
+                self._bases[cuts] = self._base(stages)
+            (preference, more), count = choice, self._microbatches
+            times = [
+                replace(item, cap=count if more is None else min(count, item.cap + more))
+                for item in self._bases[cuts]
+            ]
+            self._orders[key] = timed_order(times, count, preference)
+        return self._orders[key]
 
     def quickest(self, stages: tuple[StageChoice, ...]) -> list[_Choice]:
         """All choices, from the one with the shortest order on."""
@@ -103,7 +113,7 @@ class _Search:
 
     def moved(self, stages: tuple[StageChoice, ...], choice: _Choice, *, most: int) -> tuple[StageChoice, ...]:
         """The stages after all moves that pay, first of many units at once, then of fewer, at last of one."""
-        best, most = self.seconds(stages, choice), len(self._known) + most
+        best, most = self.seconds(stages, choice), len(self._orders) + most
         units = len(self._start.chain)
         step = max(1, units // (2 * len(stages)))
         while step:
@@ -112,7 +122,7 @@ class _Search:
                 trial = _moved(stages, move)
                 if trial is None:
                     continue
-                if len(self._known) >= most:
+                if len(self._orders) >= most:
                     return stages
                 seconds = self.seconds(trial, choice)
                 if seconds < best * (1 - _GAINS):
@@ -121,7 +131,8 @@ class _Search:
                 step //= 2
         return stages
 
-    def _times(self, stages: tuple[StageChoice, ...], more: int | None) -> list[StageTimes]:
+    def _base(self, stages: tuple[StageChoice, ...]) -> list[StageTimes]:
+        """What an order of these stages is made for, with the least K."""
         chain, hardware = self._start.chain, self._hardware
         cluster, count = hardware.cluster, self._microbatches
         costs = stage_costs(replace(self._start, stages=stages), hardware)
@@ -146,7 +157,7 @@ class _Search:
                     weight_gradient=second,
                     send_forward=ahead,
                     send_backward=back,
-                    cap=count if more is None else min(count, cap + more),
+                    cap=cap,
                     live=bytes_.each,
                     delayed=bytes_.delayed,
                     tail=costs.update[index],
@@ -167,12 +178,4 @@ def _moved(stages: Sequence[StageChoice], move: Sequence[int]) -> tuple[StageCho
     """None where a stage would have nothing left."""
     cuts = [stage.last + by for stage, by in zip(stages, move, strict=True)]
     stay = all(before < after for before, after in itertools.pairwise([-1, *cuts]))
-    return _with_cuts(stages, cuts) if stay else None
-
-
-def _with_cuts(stages: Sequence[StageChoice], cuts: Sequence[int]) -> tuple[StageChoice, ...]:
-    """The stages with these last units."""
-    return tuple(
-        replace(stage, first=first, last=last)
-        for stage, first, last in zip(stages, starts(cuts), cuts, strict=True)
-    )
+    return with_cuts(stages, cuts) if stay else None

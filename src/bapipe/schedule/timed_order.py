@@ -11,13 +11,12 @@ So later stages are fed at the rate of the first one's forwards, and it may have
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from bapipe.schedule.actions import Kind, Schedule
-from bapipe.schedule.lanes import one_stage_lane, require_sizes
+from bapipe.schedule.lanes import require_sizes, straight_schedule
 
 __all__ = ["Preference", "StageTimes", "timed_order"]
 
@@ -103,7 +102,9 @@ def timed_order(
         line.free = end
         line.actions.append((kind, number))
         options[index] = line.option()
-    return _schedule(lines, num_microbatches), max(line.free + line.times.tail for line in lines)
+    actions, held = [line.actions for line in lines], [line.most_held() for line in lines]
+    schedule = straight_schedule(actions, num_microbatches, name="zb", caps=held)
+    return schedule, max(line.free + line.times.tail for line in lines)
 
 
 class _Line:
@@ -154,19 +155,7 @@ class _Line:
             return now, _F if self.prefers.forward_first else _I
         return first, _F if ahead <= back else _I
 
-
-def _schedule(lines: Sequence[_Line], count: int) -> Schedule:
-    lanes, caps = [], []
-    for stage, line in enumerate(lines):
-        table = np.array(line.actions, dtype=np.int64).reshape(-1, 2)
-        lanes.append(one_stage_lane(stage, stage, table[:, 0].copy(), table[:, 1].copy()))
-        held = np.cumsum(np.where(table[:, 0] == _F, 1, np.where(np.isin(table[:, 0], (_B, _W)), -1, 0)))
-        caps.append(int(held.max()))
-    return Schedule(
-        name="zb",
-        num_stages=len(lines),
-        num_microbatches=count,
-        placement=tuple((stage,) for stage in range(len(lines))),
-        lanes=tuple(lanes),
-        caps=tuple(caps),
-    )
+    def most_held(self) -> int:
+        """Micro-batches at once, from F to the end of their backward."""
+        changes = ({_F: 1, _I: 0}.get(kind, -1) for kind, _ in self.actions)
+        return max(itertools.accumulate(changes))

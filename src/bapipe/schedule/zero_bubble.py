@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Kind, Schedule
-from bapipe.schedule.lanes import one_stage_lane, require_sizes
+from bapipe.schedule.lanes import require_sizes, straight_schedule
 
 __all__ = ["zb_h1", "zb_h2", "zero_bubble"]
 
@@ -41,10 +39,10 @@ def zero_bubble(
     behind = [max(0, caps[0] - cap) for cap in caps] if delays is None else list(delays)
     if len(behind) != num_stages or min(behind) < 0:
         raise BaPipeError(f"{num_stages} stages need {num_stages} delays of at least 0, got {behind[:16]}")
-    lanes, M = [], num_microbatches
-    for stage, (cap, delay) in enumerate(zip(caps, behind, strict=True)):
+    actions, M = [], num_microbatches
+    for cap, delay in zip(caps, behind, strict=True):
         first = min(M, cap)
-        rows = [(Kind.F, m) for m in range(first)]
+        rows: list[tuple[int, int]] = [(Kind.F, m) for m in range(first)]
         for m in range(M):
             rows.append((Kind.I, m))
             if m >= delay:
@@ -52,16 +50,9 @@ def zero_bubble(
             if first + m < M:
                 rows.append((Kind.F, first + m))
         rows.extend((Kind.W, m) for m in range(max(0, M - delay), M))
-        table = np.array(rows, dtype=np.int64)
-        lanes.append(one_stage_lane(stage, stage, table[:, 0].copy(), table[:, 1].copy()))
-    return Schedule(
-        name=name,
-        num_stages=num_stages,
-        num_microbatches=M,
-        placement=tuple((stage,) for stage in range(num_stages)),
-        lanes=tuple(lanes),
-        caps=tuple(cap + delay for cap, delay in zip(caps, behind, strict=True)),
-    )
+        actions.append(rows)
+    held = [cap + delay for cap, delay in zip(caps, behind, strict=True)]
+    return straight_schedule(actions, M, name=name, caps=held)
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from bapipe.torch.capturing import capture
 from bapipe.torch.capturing.rng import Position
 from bapipe.torch.microbatches import InputSpec, split_inputs, split_targets
 
-__all__ = ["WholeModel", "too_large"]
+__all__ = ["WholeModel", "fitting"]
 
 
 class WholeModel:
@@ -48,23 +49,23 @@ class WholeModel:
         self, leaves: list[Any], microbatch: int, position: Position, weights: Mapping[str, Tensor] | None = None
     ) -> Any:
         """The output for a micro-batch, `weights` instead of the module's own; seeded for that position."""
+        others = dict(weights or {})
         if not self._random:
-            args, kwargs = self._spec.call(leaves)
-            if weights is None:
-                return self._module(*args, **kwargs)
-            return functional_call(self._module, dict(weights), args, kwargs)
+            return functional_call(self._module, others, *self._spec.call(leaves))
         stage = self._stages[self._sizes[microbatch]]
         stage.rng_position = position
         roots = tuple(leaves[root.index] for root in stage.stage_spec.roots)
-        if weights is None:
-            return self._captured.output(stage(*roots))
-        own = {name: weights[name] for name, _ in stage.named_parameters() if name in weights}
+        own = {name: others[name] for name, _ in stage.named_parameters() if name in others}
         return self._captured.output(functional_call(stage, own, roots))
 
 
-def too_large(device: torch.device) -> BaPipeError:
-    """What to say where the whole model does not fit."""
-    return BaPipeError(
-        f"the whole model does not fit on {device}, so the run cannot be compared with one process there; "
-        "check a smaller one, or drop --check"
-    )
+@contextlib.contextmanager
+def fitting(device: torch.device) -> Iterator[None]:
+    """Within, a whole model that does not fit on the device is a mistake that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BaPipeError(
+            f"the whole model does not fit on {device}, so the run cannot be compared with one process there; "
+            "check a smaller one, or drop --check"
+        ) from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.run_record import CheckRecord
-from bapipe.torch.alone import WholeModel, too_large
+from bapipe.torch.alone import WholeModel, fitting
 from bapipe.torch.build import BuiltModel
 from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.loss import LossSum
@@ -123,10 +123,8 @@ def compare_gradients(
                 worst, where = difference, f"{name}, step {step}"
         worst_loss = max(worst_loss, relative(abs(losses[step] - total), abs(total)))
 
-    try:
+    with fitting(device):
         train_alone(built, batches, sizes=sizes, optimizer=optimizer, after_step=after_step, device=device)
-    except torch.OutOfMemoryError as error:
-        raise too_large(device) from error
     return CheckRecord(
         steps=len(batches),
         gradient_difference=worst,

@@ -1,9 +1,7 @@
 """Which weights of a stage's graph can wait for the second part of its backward, and where they hang.
 
-    output ── Addmm ── Relu ── Addmm ── input        trunk
-                └─ T ── weight   └─ T ── weight      branches
-
-Nodes are found again in another micro-batch's graph by their paths from the outputs.
+Trunk, branches and stems are those of `bapipe.torch.split_backward`. Nodes are found again in another
+micro-batch's graph by their paths from the outputs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bapipe.run_record import CheckRecord
-from bapipe.torch.alone import WholeModel, too_large
+from bapipe.torch.alone import WholeModel, fitting
 from bapipe.torch.build import BuiltModel
 from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.check import Gradients, largest, relative, tolerance
@@ -131,7 +131,7 @@ def compare_stale(
                 if difference > worst or not where:
                     worst, where = difference, f"{name}, update {number}"
 
-    try:
+    with fitting(device):
         train_stale(
             built,
             batches,
@@ -142,8 +142,6 @@ def compare_stale(
             first=first,
             device=device,
         )
-    except torch.OutOfMemoryError as error:
-        raise too_large(device) from error
     return CheckRecord(
         steps=len(batches),
         gradient_difference=worst,

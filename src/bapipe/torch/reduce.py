@@ -30,7 +30,7 @@ class Reducer:
         self._buckets = _buckets([item for item in reversed(parameters) if item.requires_grad])
         self._place = {id(item): index for index, bucket in enumerate(self._buckets) for item in bucket}
         self._missing: list[int] = []
-        self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
+        self._under_way: list[_Sum] = []
         self._listening = False
         # torch keeps a hook where Python's collector does not look, so it must not keep the parameters in turn.
         ready = weakref.WeakMethod(self._ready)
@@ -58,13 +58,8 @@ class Reducer:
 
     def _send(self, index: int) -> None:
         bucket = self._buckets[index]
-        present = [float(item.grad is not None) for item in bucket]
-        first = bucket[0]
-        flat = torch.cat([*(_gradient(item).reshape(-1) for item in bucket), first.new_tensor(present)])
-        with guarded(None):
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-        assert work is not None
-        self._under_way.append((work, flat, bucket))
+        present = bucket[0].new_tensor([float(item.grad is not None) for item in bucket])
+        self._under_way.append(_Sum(bucket, self._group, present))
 
     def finish(self) -> None:
         """Send what no gradient came for as zeros, wait, and leave the sums in `.grad`.
@@ -74,16 +69,11 @@ class Reducer:
         self._listening = False
         for index in range(len(self._under_way), len(self._buckets)):
             self._send(index)
-        for work, flat, bucket in self._under_way:
-            with guarded(None):
-                work.wait()
-            *parts, counts = torch.split(flat, [*(item.numel() for item in bucket), len(bucket)])
-            for parameter, part, count in zip(bucket, parts, counts.tolist(), strict=True):
-                if not count:
-                    continue
-                gradient = _gradient(parameter)
-                gradient.copy_(part.view_as(gradient))
-                parameter.grad = gradient
+        for item in self._under_way:
+            *parts, counts = item.wait()
+            for parameter, part, count in zip(item.parameters, parts, counts.tolist(), strict=True):
+                if count:
+                    _put(parameter, part)
         self._under_way.clear()
 
 
@@ -104,6 +94,33 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
+def _put(parameter: nn.Parameter, part: Tensor) -> None:
+    """A sum into the parameter's gradient."""
+    gradient = _gradient(parameter)
+    gradient.copy_(part.view_as(gradient))
+    parameter.grad = gradient
+
+
+class _Sum:
+    """One all-reduce under way: some parameters' gradients, missing ones as zeros, and what is given besides."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *besides: Tensor) -> None:
+        self.parameters = parameters
+        parts = [*(_gradient(item).reshape(-1) for item in parameters), *besides]
+        self._sizes = [part.numel() for part in parts]
+        self._flat = torch.cat(parts)
+        with guarded(None):
+            work = dist.all_reduce(self._flat, group=group, async_op=True)
+        assert work is not None
+        self._work = work
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The sums, one after another."""
+        with guarded(None):
+            self._work.wait()
+        return torch.split(self._flat, self._sizes)
+
+
 class TiedWeights:
     """Sums the gradients of weights that several stages hold, so that all their copies make the same update.
 
@@ -118,27 +135,18 @@ class TiedWeights:
             parameter = parameters.get(name)
             if parameter is not None and parameter.requires_grad:
                 self._tied.setdefault((groups[name], parameter.dtype), []).append(parameter)
-        self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
+        self._under_way: list[_Sum] = []
 
     def start(self) -> None:
         """This rank's gradients are complete, or will be when what it has queued is done."""
         for (group, _), parameters in self._tied.items():
-            flat = torch.cat([_gradient(item).reshape(-1) for item in parameters])
-            with guarded(None):
-                work = dist.all_reduce(flat, group=group, async_op=True)
-            assert work is not None
-            self._under_way.append((work, flat, parameters))
+            self._under_way.append(_Sum(parameters, group))
 
     def finish(self) -> None:
         """Wait, and leave the sums in `.grad`."""
-        for work, flat, parameters in self._under_way:
-            with guarded(None):
-                work.wait()
-            parts = torch.split(flat, [item.numel() for item in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
-                gradient = _gradient(parameter)
-                gradient.copy_(part.view_as(gradient))
-                parameter.grad = gradient
+        for item in self._under_way:
+            for parameter, part in zip(item.parameters, item.wait(), strict=True):
+                _put(parameter, part)
         self._under_way.clear()
 
 

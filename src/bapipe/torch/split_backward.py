@@ -19,6 +19,7 @@ second part asks for. Which that is, is seen at the first micro-batch, where bot
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class DelayedWeights:
 
     entered: tuple[tuple[Node, list[tuple[Tensor | None, ...]], tuple[nn.Parameter, ...]], ...]
     """trunk node, the gradients that entered it, and the weights on its branch"""
-    stems: tuple[tuple[list[GradientEdge], list[Tensor], tuple[nn.Parameter, ...]], ...] = ()
+    stems: tuple[tuple[list[GradientEdge], list[Tensor | None], tuple[nn.Parameter, ...]], ...] = ()
     """results of a stem, their gradients, and the weights below"""
     free: tuple[nn.Parameter, ...] = ()
     """weights that no trunk leads to, with what to differentiate for them and the errors of that"""
@@ -57,30 +58,34 @@ class DelayedWeights:
         """Add the weight gradients to `.grad`."""
         for node, gradients, weights in self.entered:
             for entered in gradients:
-                edges = [
-                    (GradientEdge(node, number), gradient)
-                    for number, gradient in enumerate(entered)
-                    if gradient is not None
-                ]
-                if edges:
-                    _add([edge for edge, _ in edges], [gradient for _, gradient in edges], weights)
-        for results, found, weights in self.stems:
-            _add(results, found, weights)
+                _add_below([GradientEdge(node, number) for number in range(len(entered))], entered, weights)
+        for edges, found, weights in self.stems:
+            _add_below(edges, found, weights)
         if self.free:
             _add(self.outputs, self.errors, self.free)
         if self.saved is not None:
             self.saved.keep_only(())  # a value may hold the graph that holds it
 
 
-def _add(outputs: Sequence[Any], errors: Sequence[Tensor | None], weights: Sequence[nn.Parameter]) -> None:
-    """Gradients by `grad`, because `backward` does not start from edges in every version of torch.
+def _add_below(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], weights: Sequence[nn.Parameter]
+) -> None:
+    """From those edges on that a gradient came to."""
+    pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+    if pairs:
+        _add([edge for edge, _ in pairs], [gradient for _, gradient in pairs], weights)
 
-    The first is copied: two weights may be given the same tensor.
-    """
-    found = torch.autograd.grad(outputs, weights, errors, allow_unused=True)
-    for weight, gradient in zip(weights, found, strict=True):
+
+def _add(outputs: Sequence[Any], errors: Sequence[Tensor | None], weights: Sequence[nn.Parameter]) -> None:
+    """Gradients by `grad`, because `backward` does not start from edges in every version of torch."""
+    _accumulate(weights, torch.autograd.grad(outputs, weights, errors, allow_unused=True))
+
+
+def _accumulate(values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Into `.grad`. The first is copied: two values may be given the same tensor."""
+    for value, gradient in zip(values, gradients, strict=True):
         if gradient is not None:
-            weight.grad = gradient.clone() if weight.grad is None else weight.grad.add_(gradient)
+            value.grad = gradient.clone() if value.grad is None else value.grad.add_(gradient)
 
 
 def _backward(
@@ -92,9 +97,7 @@ def _backward(
     """Gradients into `.grad` of what is wanted, and those of the results, which are returned; keeps the graph."""
     inputs: Any = (*wanted, *results)
     found = torch.autograd.grad(tuple(outputs), inputs, tuple(errors), retain_graph=True, allow_unused=True)
-    for value, gradient in zip(wanted, found, strict=False):
-        if gradient is not None:
-            value.grad = gradient.clone() if value.grad is None else value.grad.add_(gradient)
+    _accumulate(wanted, found[: len(wanted)])
     return list(found[len(wanted) :])
 
 
@@ -139,24 +142,28 @@ class SplitBackward:
             handles.append(node.register_prehook(_noting(noted)))
             entered.append((node, noted, tuple(self._weights[index] for index in branch.weights)))
         wanted = [*inputs, *(self._weights[index] for index in anatomy.early)]
-        results = [
-            GradientEdge(node, number)
+        edges = [
+            [GradientEdge(node, number) for number in stem.results]
             for stem, node in zip(anatomy.stems, lower, strict=True)
-            for number in stem.results
         ]
         taken: list[Tensor | None] = []
         try:
-            if results:
-                taken = _backward(outputs, errors, wanted, results)
+            if edges:
+                taken = _backward(outputs, errors, wanted, list(itertools.chain(*edges)))
             elif wanted:
                 torch.autograd.backward(tuple(outputs), tuple(errors), inputs=wanted, retain_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
+        gradients = iter(taken)
+        stems = tuple(
+            (own, [next(gradients) for _ in own], tuple(self._weights[index] for index in stem.weights))
+            for stem, own in zip(anatomy.stems, edges, strict=True)
+        )
         free = tuple(self._weights[index] for index in anatomy.free)
         delayed = DelayedWeights(
             entered=tuple(entered),
-            stems=self._stems(results, taken),
+            stems=stems,
             free=free,
             outputs=tuple(map(_root, outputs, errors)) if free else (),
             errors=tuple(errors) if free else (),
@@ -170,21 +177,6 @@ class SplitBackward:
         if len(saved) == self._count:
             saved.keep_only(self._needed)
         return delayed
-
-    def _stems(
-        self, results: Sequence[GradientEdge], taken: Sequence[Tensor | None]
-    ) -> tuple[tuple[list[GradientEdge], list[Tensor], tuple[nn.Parameter, ...]], ...]:
-        assert self._anatomy is not None
-        pairs = iter(zip(results, taken, strict=True))
-        found = []
-        for stem in self._anatomy.stems:
-            own = [
-                (edge, gradient) for edge, gradient in (next(pairs) for _ in stem.results) if gradient is not None
-            ]
-            weights = tuple(self._weights[index] for index in stem.weights)
-            if own:
-                found.append(([edge for edge, _ in own], [gradient for _, gradient in own], weights))
-        return tuple(found)
 
 
 def _root(output: Tensor, error: Tensor | None) -> Tensor | GradientEdge:

@@ -41,17 +41,16 @@ MODELS: dict[str, dict[str, int | float | str | bool]] = {
     "gpt": {"blocks": 8, "width": 512, "heads": 8, "sequence": 256},
 }
 CONFIGURATIONS = {
-    "fp32": ("fp32", 1),
-    "bf16": ("bf16", 1),
-    "slice50": ("fp32", 2),
-    "slice25": ("fp32", 4),
-    "slice12.5": ("fp32", 8),
+    "fp32": ("fp32", (100.0,)),
+    "bf16": ("bf16", (100.0,)),
+    "slice50": ("fp32", (50.0, 25.0, 12.5, 12.5)),
+    "slice25": ("fp32", slices.even_slices(4)),
+    "slice12.5": ("fp32", slices.even_slices(8)),
 }
-"""name -> (dtype, slices)"""
+"""name -> (dtype, slices in %, of which the first is profiled)"""
 DEFAULT = "fp32,bf16,slice25,slice12.5"
 SLICE_MEMORY = 16e9
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-LOAD_SIZE = 16
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=0.05, help="per layer, size and round")
     made.add_argument("--with-loss", action="store_true", help="the loss is a part of the last layer")
     made.add_argument("--parts", action="store_true", help="time each layer in two parts too")
+    made.add_argument("--load-size", type=int, default=16, help="micro-batch that the other slices train")
     made.add_argument("--device", default="cuda")
     made.add_argument("--job", help=argparse.SUPPRESS)
     return made
@@ -103,7 +103,7 @@ def spawn(options: argparse.Namespace, job: str, left: float) -> None:
     command = [sys.executable, __file__, "--job", job, "--out", str(options.out), "--work", str(options.work)]
     command += ["--budget-seconds", str(left), "--sizes", options.sizes, "--seconds", str(options.seconds)]
     command += ["--device", options.device, *(["--with-loss"] if options.with_loss else [])]
-    command += ["--parts"] if options.parts else []
+    command += ["--load-size", str(options.load_size), *(["--parts"] if options.parts else [])]
     try:
         code = subprocess.run(command, check=False, timeout=left + 60).returncode
     except subprocess.TimeoutExpired:
@@ -113,7 +113,7 @@ def spawn(options: argparse.Namespace, job: str, left: float) -> None:
 
 def run_job(options: argparse.Namespace, deadline: float) -> None:
     configuration, _, model = options.job.partition("/")
-    dtype, count = CONFIGURATIONS[configuration]
+    dtype, shares = CONFIGURATIONS[configuration]
     sizes = tuple(int(size) for size in options.sizes.split(","))
     settings = Settings(
         microbatches=sizes,
@@ -131,7 +131,7 @@ def run_job(options: argparse.Namespace, deadline: float) -> None:
             left = deadline - time.monotonic()
             print(f"  {options.job} {label} {share:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)
 
-    with on_slice(count, model, dtype) as load:
+    with on_slice(shares, model, dtype, options.load_size) as load:
         found = profile_model(
             model,
             settings=settings,
@@ -149,14 +149,14 @@ def run_job(options: argparse.Namespace, deadline: float) -> None:
 
 
 @contextlib.contextmanager
-def on_slice(count: int, model: str, dtype: str) -> Iterator[Load | None]:
-    """The whole GPU, or one of `count` slices with the others loaded."""
-    if count == 1:
+def on_slice(shares: tuple[float, ...], model: str, dtype: str, load_size: int) -> Iterator[Load | None]:
+    """The whole GPU, or the first of its slices with the others loaded."""
+    if len(shares) == 1:
         yield None
         return
-    cut = slices.start(slices.even_slices(count), memory=SLICE_MEMORY)
+    cut = slices.start(shares, memory=SLICE_MEMORY)
     os.environ.update(slices.slice_environment(cut, 0))
-    with loaded(cut, 0, model, MODELS[model], dtype=dtype, microbatch=LOAD_SIZE) as load:
+    with loaded(cut, 0, model, MODELS[model], dtype=dtype, microbatch=load_size) as load:
         yield load
 
 

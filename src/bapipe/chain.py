@@ -65,9 +65,11 @@ class Chain:
     resident_input: Floats
     """bytes per micro-batch that a stage keeps on top when it starts inside a split layer"""
     workspace: float
-    """bytes that the largest unit needs for a moment"""
+    """bytes that the largest unit needs for a moment, and libraries for good"""
     unit_workspace: Floats
     """bytes that the unit's layer needs for a moment, of its channels up to the unit's last"""
+    library: Floats
+    """bytes that libraries keep once the unit's layer has run; all layers of a stage have the same"""
     part_forward: Floats
     """seconds beyond its share that a part of the unit's layer takes, (types, units); see `part_costs`"""
     part_backward: Floats
@@ -175,6 +177,7 @@ def make_chain(
     boundary_forward = np.where(inside, forward_in[layers] + done * forward_out[layers], forward_out[layers])
     boundary_backward = np.where(inside, backward_in[layers] + done * backward_out[layers], backward_out[layers])
     boundary_forward[-1] = boundary_backward[-1] = 0.0
+    library = np.max([cost.library for cost in costs], axis=0)
     shared = np.array([layer.weight_bytes if holds_all_weights(layer) else 0.0 for layer in profile.layers])
     return Chain(
         profile=profile,
@@ -193,8 +196,9 @@ def make_chain(
         boundary_backward=boundary_backward,
         input_bytes=np.where(begun > 0, forward_in[layers] + begun * forward_out[layers], forward_in[layers]),
         resident_input=np.where(begun > 0, forward_in[layers], 0.0),
-        workspace=max(cost.workspace for cost in costs),
+        workspace=max(cost.workspace for cost in costs) + float(library.max()),
         unit_workspace=np.max([cost.layer_workspace for cost in costs], axis=0)[layers] * done,
+        library=library[layers],
         part_forward=np.array([cost.part_forward[layers] for cost in costs]),
         part_backward=np.array([cost.part_backward[layers] for cost in costs]),
         part_stash=np.max([cost.part_stash for cost in costs], axis=0)[layers],

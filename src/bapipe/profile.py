@@ -71,6 +71,9 @@ class CostTable:
     """bytes that the largest layer needs for a moment, one per micro-batch size"""
     layer_workspace: Rows | None = None
     """bytes that each layer needs for a moment; None: any may need `workspace`"""
+    library: tuple[float, ...] | None = None
+    """bytes that libraries keep once the layer has run, one per layer; a stage has the most of its layers', not
+    their sum; None: not measured, counts 0"""
     part_forward: Rows | None = None
     """seconds that either part of the layer takes beyond its share when two stages divide it, wherever they do; 0
     where it cannot be divided; None: not measured"""
@@ -99,6 +102,7 @@ class LayerCosts:
     update: Floats
     workspace: float
     layer_workspace: Floats
+    library: Floats
     part_forward: Floats
     """0 where it was not measured, as are the two below"""
     part_backward: Floats
@@ -153,6 +157,9 @@ class Profile:
                     _require(value >= 0, where, field_name, f"{value:g} for layer '{layer.name[:60]}'")
         _require(len(table.update) == len(self.layers), where, "update", f"{len(table.update)} values")
         _require(min(table.update, default=0.0) >= 0, where, "update", "a negative time")
+        if table.library is not None:
+            _require(len(table.library) == len(self.layers), where, "library", f"{len(table.library)} values")
+            _require(min(table.library, default=0.0) >= 0, where, "library", "negative bytes")
 
     @property
     def weight_bytes(self) -> Floats:
@@ -204,6 +211,7 @@ class Profile:
             layer_workspace=np.full(len(self.layers), float(workspace))
             if table.layer_workspace is None
             else mixed(table.layer_workspace),
+            library=np.zeros(len(self.layers)) if table.library is None else np.array(table.library),
             part_forward=mixed_or_none(table.part_forward),
             part_backward=mixed_or_none(table.part_backward),
             part_stash=mixed_or_none(table.part_stash),

@@ -100,6 +100,7 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         stash=rows("stash"),
         workspace=tuple(_workspace(table)[row] for _, table, row in taken) if weighed else None,
         layer_workspace=rows("layer_workspace") if each else None,
+        library=later.library or known.library,
         parting=divided("parting"),
         part_forward=divided("part_forward"),
         part_backward=divided("part_backward"),

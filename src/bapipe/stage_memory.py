@@ -26,7 +26,8 @@ class StageBytes:
     buffers: float
     """messages under way: two received ahead and two being sent, each way"""
     workspace: float
-    """most that a layer needs for a moment beyond the features of all layers, while those after it hold none"""
+    """most that a layer needs for a moment beyond the features of all layers, while those after it hold none; and
+    what libraries keep"""
 
 
 def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
@@ -50,7 +51,7 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
         delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
         buffers=2 * (received + returned + sent + answered),
-        workspace=max(0.0, float(needed.max())),
+        workspace=max(0.0, float(needed.max())) + float(chain.library[span].max()),
     )
 
 

@@ -12,6 +12,7 @@ from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError
 from bapipe.evaluate import Candidate, Hardware, StageChoice, evaluate, plan_timeline
 from bapipe.explore import Request, explore, make_plan
+from bapipe.explore.divided import refined
 from bapipe.files import content_hash, plain_values
 from bapipe.model import Split
 from bapipe.plan import Plan
@@ -224,3 +225,26 @@ def test_a_layer_in_slices_needs_its_workspace_whole() -> None:
     assert stage_bytes(finer, 0, 1).workspace == 25.0
     assert stage_bytes(finer, 2, 3).workspace == 50.0
     assert stage_bytes(finer, 3, 5).workspace == 50.0 - 4
+
+
+def test_a_stage_holds_what_libraries_keep_once() -> None:
+    profile = divided_profile()
+    bare = make_chain(profile, ["x"], 1, split={1: 4})
+    table = replace(profile.table("x"), library=(0.0, 30.0, 20.0))
+    chain = make_chain(replace(profile, accelerators={"x": table}), ["x"], 1, split={1: 4})
+    for first, last, kept in ((0, 0, 0.0), (0, 2, 30.0), (2, 5, 30.0), (5, 5, 20.0)):
+        assert stage_bytes(chain, first, last).workspace == stage_bytes(bare, first, last).workspace + kept
+    assert chain.workspace == bare.workspace + 30.0
+
+
+def test_output_channels_are_divided_as_they_were_timed() -> None:
+    """Three quarters of a convolution may take longer than all of it; time steps cost what they say."""
+
+    def edges(profile: Profile) -> list[int]:
+        return [unit.stop for unit in refined(make_chain(profile, ["x"], 1)).units if unit.layer == 1]
+
+    assert edges(divided_profile()) == [1, 2, 3, 4]
+    timed = divided_profile(by="output channels")
+    assert edges(timed) == [2, 4]
+    bare = replace(timed.table("x"), part_forward=None, part_backward=None, part_stash=None)
+    assert edges(replace(timed, accelerators={"x": bare})) == [1, 2, 3, 4]

@@ -221,7 +221,7 @@ class _Memory:
     kept: Floats
     """per first unit"""
     rest: Floats
-    """messages under way and workspace"""
+    """messages under way, workspace and what libraries keep"""
 
     def needed(self, copies: int, live: int, waiting: int, *, recompute: bool) -> Floats:
         each = live * self.kept[:, None] + self.stash if recompute else live * self.stash
@@ -238,17 +238,21 @@ def _memory(chain: Chain) -> _Memory:
     held = np.cumsum(chain.stash)
     peaks = held + chain.unit_workspace
     workspace = np.full((len(chain), len(chain)), -np.inf)
+    library = np.zeros_like(workspace)
     for first, unit in enumerate(chain.units):
         own = peaks[first:].copy()
         if unit.start > 0:
             own[[other.layer == unit.layer for other in chain.units[first:]]] -= chain.unit_workspace[first - 1]
         workspace[first, first:] = np.maximum.accumulate(own)
+        library[first, first:] = np.maximum.accumulate(chain.library[first:])
     return _Memory(
         weights=_runs(chain.weight_bytes, before * shared, after * shared),
         stash=_runs(chain.stash, begun + chain.resident_input, unfinished + ahead),
         delayed=_delayed(chain, before, after),
         kept=chain.input_bytes,
-        rest=2 * (received[:, None] + (ahead + back)[None, :]) + np.maximum(0.0, workspace - held[None, :]),
+        rest=2 * (received[:, None] + (ahead + back)[None, :])
+        + np.maximum(0.0, workspace - held[None, :])
+        + library,
     )
 
 

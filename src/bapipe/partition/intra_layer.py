@@ -11,11 +11,23 @@ __all__ = ["SLICES", "intra_layer", "refine", "translate"]
 
 SLICES = 16
 """slices a boundary layer is tried in: a stage's share of it is a multiple of 1/16, or of a channel"""
+_TIMED = 2
+"""parts in which profiles time a layer"""
 
 
 def refine(chain: Chain, layers: Sequence[int]) -> Chain:
-    """The chain with these layers, where they may be split, cut into slices."""
-    split = {layer: SLICES for layer in layers if chain.profile.layers[layer].split is not None}
+    """The chain with these layers, where they may be split, cut into slices.
+
+    Output channels only as they were timed, if they were: a library picks another kernel for another number of
+    them, and three quarters of a convolution may take longer than all of it.
+    """
+    timed = any(chain.profile.table(name).part_forward is not None for name in chain.types)
+    splits = {layer: chain.profile.layers[layer].split for layer in layers}
+    split = {
+        layer: _TIMED if timed and rule.by == "output channels" else SLICES
+        for layer, rule in splits.items()
+        if rule is not None
+    }
     return make_chain(chain.profile, chain.types, chain.microbatch, split=split)
 
 

@@ -59,7 +59,8 @@ def profiles(draw: st.DrawFn) -> Profile:
         layer if layer.split is None else replace(layer, split=Split(channels=layer.split.channels, by=by))
         for layer in made.layers
     )
-    table = replace(made.table("x"), part_forward=(row,), part_backward=(row,), part_stash=(row,))
+    library = tuple(draw(st.lists(st.sampled_from([0.0, 7.0]), min_size=len(row), max_size=len(row))))
+    table = replace(made.table("x"), part_forward=(row,), part_backward=(row,), part_stash=(row,), library=library)
     return replace(made, layers=layers, accelerators={"x": table})
 
 

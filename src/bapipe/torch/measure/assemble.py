@@ -9,7 +9,7 @@ from bapipe.errors import BaPipeError
 from bapipe.model import ModelRef
 from bapipe.profile import CostTable, Profile, ProfiledLayer
 from bapipe.torch.measure.layer_times import PartRows, SizeTimes, layer_times, part_costs
-from bapipe.torch.measure.record import Measurement
+from bapipe.torch.measure.record import Measurement, SizeMemory
 from bapipe.torch.measure.statistics import pooled
 
 __all__ = ["Agreement", "agreement", "spread", "to_profile"]
@@ -125,6 +125,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         optimizer=measured.optimizer,
         workspace=tuple(max(item.workspace) for item in memory),
         layer_workspace=tuple(item.workspace for item in memory),
+        library=_library(memory),
         delayed=None if None in waiting else tuple(row for row in waiting if row is not None),
         part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
         part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
@@ -180,6 +181,12 @@ def _scaled(times: SizeTimes, factor: float) -> SizeTimes:
         weight_gradient=scale(times.weight_gradient),
         parting=scale(times.parting),
     )
+
+
+def _library(memory: Sequence[SizeMemory]) -> tuple[float, ...] | None:
+    """The most of any size; None where it was not weighed, or nothing is kept, as on a CPU."""
+    known = [item.library for item in memory if any(item.library)]
+    return tuple(max(column) for column in zip(*known, strict=True)) if known else None
 
 
 def _updates(measured: Measurement) -> tuple[float, ...]:

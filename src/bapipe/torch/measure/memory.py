@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bapipe.torch.measure.chain import Chain, Piece
+from bapipe.torch.measure.private import release_workspaces
 from bapipe.torch.measure.record import Measurement, SizeMemory
 
 __all__ = ["OPTIMIZER_COPIES", "is_out_of_memory", "predicted_peak", "saved_storages", "storage_of", "weigh"]
@@ -60,6 +61,8 @@ class _Once:
     peak_forward: float
     """bytes above what was there before"""
     peak_backward: float
+    library: float
+    """bytes that libraries took when it ran first, and keep"""
 
 
 def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
@@ -73,7 +76,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
     leaves, _ = chain.inputs(size)
     state = {storage_of(tensor)[0] for tensor in chain.state()}
     count = len(pieces)
-    stash, workspace, ahead, back = ([0.0] * count for _ in range(4))
+    stash, workspace, library, ahead, back = ([0.0] * count for _ in range(5))
     flight = _Flight()
     roots: set[int] = set()
     values: Sequence[Any] = ()
@@ -98,6 +101,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
             elif address not in state | roots:
                 own += nbytes
         stash[index] += own
+        library[index] = once.library
         ahead[index] = float(sum(value.nbytes for value in _tensors(once.outputs)))
         back[index] = float(sum(value.nbytes for value in _tensors(once.outputs) if value.requires_grad))
         loose = sum(nbytes for key, (_, nbytes) in flight.owner.items() if key not in flight.kept)
@@ -120,6 +124,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         boundary_backward=tuple(back),
         stash=tuple(stash),
         workspace=tuple(max(0.0, value) for value in workspace),
+        library=tuple(library),
     )
 
 
@@ -153,8 +158,11 @@ def _once(piece: Piece, received: Sequence[Any], roots: Sequence[Any]) -> _Once:
             parameter.grad = torch.zeros_like(parameter)
     if device.type != "cuda":
         outputs, saved = saved_storages(piece, arguments)
-        return _Once(outputs=outputs, saved=saved, peak_forward=0.0, peak_backward=0.0)
-    _backward(piece.run(*arguments), received)  # once before, for what libraries allocate and keep
+        return _Once(outputs=outputs, saved=saved, peak_forward=0.0, peak_backward=0.0, library=0.0)
+    release_workspaces()
+    idle = torch.cuda.memory_allocated(device)
+    _backward(piece.run(*arguments), received)
+    library = max(0, torch.cuda.memory_allocated(device) - idle)
     arguments = _arguments(piece, received, roots)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -166,7 +174,13 @@ def _once(piece: Piece, received: Sequence[Any], roots: Sequence[Any]) -> _Once:
     _backward(outputs, received)
     backward = torch.cuda.max_memory_allocated(device) - before
     result = tuple(value.requires_grad_() if flag else value for value, flag in zip(plain, flags, strict=True))
-    return _Once(outputs=result, saved=saved, peak_forward=float(forward), peak_backward=float(backward))
+    return _Once(
+        outputs=result,
+        saved=saved,
+        peak_forward=float(forward),
+        peak_backward=float(backward),
+        library=float(library),
+    )
 
 
 def _arguments(piece: Piece, received: Sequence[Any], roots: Sequence[Any]) -> list[Any]:

@@ -118,6 +118,8 @@ class SizeMemory:
     """each kept storage once in the whole model: a boundary value where it is received"""
     workspace: tuple[float, ...]
     """on top of all stashes up to this layer, while it runs"""
+    library: tuple[float, ...] = ()
+    """what libraries allocate when the layer runs first, and keep for all layers; (): not weighed"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,11 +47,17 @@ def _names(half: int, *, last: int) -> list[str]:
 
 def _reordered(table: CostTable, order: list[int]) -> CostTable:
     """All that has a column per layer, with the columns in this order."""
-    changed: dict[str, Any] = {"update": tuple(table.update[index] for index in order)}
+
+    def ordered(row: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(row[index] for index in order)
+
+    changed: dict[str, Any] = {"update": ordered(table.update)}
+    if table.library is not None:
+        changed["library"] = ordered(table.library)
     for field in fields(table):
         rows = getattr(table, field.name)
         if isinstance(rows, tuple) and rows and isinstance(rows[0], tuple):
-            changed[field.name] = tuple(tuple(row[index] for index in order) for row in rows)
+            changed[field.name] = tuple(ordered(row) for row in rows)
     return replace(table, **changed)
 
 

@@ -173,7 +173,7 @@ def planned(profile: Profile, machine: Machine, system: str, layers: int, *, mor
     if system != "DP":
         asked["stages"] = count
     minibatch = SIZE * (count if system == "DP" else 2 * count)
-    cluster = machine.cluster(LINKS, shares=(SHARE,) * count, memory=machine.memory * more)
+    cluster = machine.cluster(LINKS, shares=(SHARE,) * count, memory=machine.room * more)
     request = Request(minibatch=minibatch, microbatch=SIZE, optimizer="adam", **asked)
     deep = deep_profile(profile, layers)
     return make_plan(gpipe(deep, cluster, request) if system == "GPipe" else explore(deep, cluster, request))

@@ -8,6 +8,7 @@ from typing import Literal
 from bapipe.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.plan import Plan
 from bapipe.torch import slices
+from bapipe.torch.measure.detect import usable_memory
 
 __all__ = ["MEMORY", "Machine", "slices_of"]
 
@@ -24,12 +25,17 @@ class Machine:
     shares: tuple[float, ...]
     """%"""
     memory: float = MEMORY
-    """bytes of each rank; a CPU process has as much for its tensors only where `limited`"""
+    """bytes of each rank, CUDA's own included; a CPU process has as much for its tensors only where `limited`"""
     limited: bool = False
     """whether a CPU process is kept to its memory, as every slice is"""
 
     def __len__(self) -> int:
         return len(self.shares)
+
+    @property
+    def room(self) -> float:
+        """Bytes of each rank that a plan may count on."""
+        return usable_memory(self.memory) if self.device == "cuda" else self.memory
 
     def start(self) -> slices.Slices | None:
         """Cut the GPU; None where there is nothing to cut."""
@@ -57,7 +63,7 @@ class Machine:
                 name=self.type_name(share),
                 kind="gpu" if self.device == "cuda" else "cpu",
                 flops={"fp32": 64e12 * share / 100},
-                memory=self.memory if memory is None else memory,
+                memory=self.room if memory is None else memory,
                 memory_bandwidth=4.3e12 * share / 100,
                 execution="synchronous",
             )

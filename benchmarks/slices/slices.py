@@ -192,7 +192,7 @@ def run_case(
         return {**about, **told}
     if case in TORCH:
         return about | torch_row(plan, told)
-    return about | measured_row(plan, read_run(run))
+    return about | measured_row(plan, read_run(run)) | {"reserved": told["reserved"]}
 
 
 def median_step(seconds: list[float]) -> float:

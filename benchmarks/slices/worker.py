@@ -115,7 +115,16 @@ def answered(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     record = (train_pipedream if plan.schedule.name == "pipedream" else train)(plan, settings)
     if record is not None:
         write_run(record, request["run"])
-    return {"done": True}
+    return {"reserved": reserved_by_ranks(device)}
+
+
+def reserved_by_ranks(device: torch.device) -> list[list[int]]:
+    """Of each rank the most bytes that torch's allocator had of the GPU, and those left free; none on a CPU."""
+    if device.type != "cuda":
+        return []
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, [torch.cuda.max_memory_reserved(device), torch.cuda.mem_get_info(device)[0]])
+    return told
 
 
 if __name__ == "__main__":

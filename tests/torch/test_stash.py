@@ -151,3 +151,37 @@ def test_which_plans_never_flush() -> None:
 
 def test_old_run_records_have_one_version() -> None:
     assert read_run(ROOT / "examples" / "run.json").weight_versions == ()
+
+
+def test_weights_in_one_piece_stay_in_one_in_every_version() -> None:
+    """As cuDNN wants those of an LSTM; what lies within something large is copied without the rest of it."""
+    piece, large = torch.arange(6.0), torch.arange(100.0)
+    parameters = {
+        "one": nn.Parameter(piece[:2]),
+        "other": nn.Parameter(piece[2:].view(2, 2)),
+        "inside": nn.Parameter(large[50:52]),
+    }
+    stash = WeightStash(parameters, lag=2)
+    stash.begin(4)
+
+    def addresses() -> list[int]:
+        return [item.untyped_storage().data_ptr() for item in parameters.values()]
+
+    seen, sizes = [addresses()], []
+    for microbatch in range(3):
+        for tensor in stash.weights(microbatch).values():
+            tensor.grad = torch.ones_like(tensor)
+        stash.update(microbatch, lambda: [item.data.sub_(item.grad) for item in parameters.values()] and None)
+        seen.append(addresses())
+        sizes.append(parameters["inside"].untyped_storage().nbytes())
+    assert all(one == other for one, other, _ in seen)
+    assert seen[0] != seen[1] != seen[2]
+    assert parameters["one"].tolist() == [-3.0, -2.0]
+    assert parameters["other"].tolist() == [[-1.0, 0.0], [1.0, 2.0]]
+    assert parameters["inside"].tolist() == [47.0, 48.0]
+    assert sizes == [8, 8, 400], "two copies, then the memory of the first version, which nobody needs any more"
+    assert {name: item.tolist() for name, item in stash.weights(3).items()} == {
+        "one": [-1.0, 0.0],
+        "other": [[1.0, 2.0], [3.0, 4.0]],
+        "inside": [49.0, 50.0],
+    }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from bapipe.torch.build import build_model, make_optimizer
 from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.check import Gradients, gradients
 from bapipe.torch.clocks import clock_offset, gathered, machine_name, sum_over_ranks
-from bapipe.torch.data import batches_for
+from bapipe.torch.data import Batches, batches_for
 from bapipe.torch.gather import RankReport, make_record, median_step
 from bapipe.torch.measure.environment import plain_fp32
 from bapipe.torch.pipedream import EndlessTrace, PipeDream
@@ -30,6 +32,8 @@ __all__ = ["train_pipedream"]
 
 Found = dict[int, tuple[Gradients, dict[str, Slice]]]
 """update -> this rank's gradients, and of which it has a part only"""
+_AHEAD = 4
+"""mini-batches that are made before a run begins"""
 
 
 def train_pipedream(
@@ -76,7 +80,7 @@ def train_pipedream(
 
     offset = clock_offset(machine_name())
     trace = pipe.train(
-        (batches(step) for step in range(settings.steps)),
+        _made_ahead(batches, settings.steps),
         optimizer,
         steps=settings.steps,
         on_update=keep if settings.check else None,
@@ -86,6 +90,18 @@ def train_pipedream(
         record = _record(plan, settings, pipe, trace, kept, offset)
     pipe.close()
     return record
+
+
+def _made_ahead(batches: Batches, steps: int) -> Iterator[tuple[Any, Any]]:
+    """The mini-batches, the first few made now: there is no pause in which to make them without waiting."""
+    ready = deque(batches(step) for step in range(min(steps, _AHEAD)))
+
+    def in_turn() -> Iterator[tuple[Any, Any]]:
+        while ready:
+            yield ready.popleft()
+        yield from (batches(step) for step in range(_AHEAD, steps))
+
+    return in_turn()
 
 
 def _record(

@@ -13,7 +13,7 @@ go; so a stage has lag + 1 versions and never one more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +84,35 @@ class WeightStash:
     def _move(self, spare: Mapping[str, Tensor] | None) -> None:
         """Give the parameters other memory with the same values; the versions in use keep the old one."""
         with torch.no_grad():
+            if spare is None:
+                for item, copy in zip(self._parameters.values(), _copied(self._parameters.values()), strict=True):
+                    item.data = copy
+                return
             for name, item in self._parameters.items():
-                if spare is None:
-                    item.data = item.data.clone()
-                else:
-                    item.data = spare[name].data.copy_(item.data)
+                item.data = spare[name].data.copy_(item.data)
+
+
+def _copied(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies that lie to each other as the tensors do: cuDNN wants the weights of an LSTM in one piece.
+
+    Apart they would be copied in every forward, and kept with it. Where other things fill most of the memory that
+    tensors lie in, each is copied by itself.
+    """
+    tensors = [item.data for item in tensors]
+    held: dict[int, int] = {}
+    for item in tensors:
+        address = item.untyped_storage().data_ptr()
+        held[address] = held.get(address, 0) + item.nbytes
+    pieces: dict[int, torch.UntypedStorage] = {}
+    copies = []
+    for item in tensors:
+        storage = item.untyped_storage()
+        address = storage.data_ptr()
+        if 2 * held[address] < storage.nbytes():
+            copies.append(item.clone())
+            continue
+        if address not in pieces:
+            pieces[address] = storage.clone()  # type: ignore[no-untyped-call]
+        place = item.storage_offset(), item.shape, item.stride()
+        copies.append(torch.empty(0, dtype=item.dtype, device=item.device).set_(pieces[address], *place))
+    return copies

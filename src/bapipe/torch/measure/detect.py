@@ -18,12 +18,14 @@ from bapipe.errors import BaPipeError
 from bapipe.torch.measure.environment import accelerator_name, environment_of
 from bapipe.torch.measure.link_record import LinkMeasurement, collective_bandwidth, links_of
 
-__all__ = ["Machine", "cluster_text", "detect"]
+__all__ = ["Machine", "cluster_text", "detect", "usable_memory"]
 
 _SIDE = 1024
 """of the matrices whose product tells the compute rate"""
 _COPY = 2**27
 """bytes of the copy that tells the memory's"""
+_CONTEXT, _SCATTERED = 0.5e9, 0.05
+"""of a GPU's memory: bytes that CUDA has, and the share that torch's allocator holds in pieces too small to use"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class Machine:
     description: str
     count: int
     memory: float
-    """bytes of each"""
+    """bytes of each that training may use"""
     memory_bandwidth: float
     """bytes/s"""
     flops: Mapping[str, float]
@@ -58,7 +60,7 @@ def detect(*, ranks: int | None = None, threads: int = 1) -> Machine:
             type=accelerator_name(own),
             description=str(own),
             count=ranks or torch.cuda.device_count(),
-            memory=float(torch.cuda.get_device_properties(device).total_memory),
+            memory=usable_memory(torch.cuda.get_device_properties(device).total_memory),
             memory_bandwidth=_copy_rate(device),
             flops={name: _product_rate(device, kind) for name, kind in _KINDS.items()},
         )
@@ -84,6 +86,11 @@ def detect(*, ranks: int | None = None, threads: int = 1) -> Machine:
         )
     finally:
         torch.set_num_threads(before)
+
+
+def usable_memory(memory: float) -> float:
+    """Bytes for training on a GPU, or a slice of one, of so much memory: what a plan may count on."""
+    return (1 - _SCATTERED) * memory - _CONTEXT
 
 
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

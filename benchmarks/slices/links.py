@@ -25,7 +25,8 @@ _LOADED_SECONDS = 2.0
 
 
 def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
-    """All neighbours at once, both ways, as in a pipeline; and the all-reduce of a bucket of gradients.
+    """Messages between all neighbours at once, both ways, as in a pipeline; the latency of one; and the all-reduce
+    of a bucket of gradients.
 
     The all-reduce is measured on idle devices (`all_reduce`) and on devices that compute (`all_reduce_loaded`), as
     data parallelism has it beside its backward. A CPU has no stream to compute on meanwhile: there the second is
@@ -35,6 +36,7 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     transport = make_transport("auto", device=device, timeout=60.0)
     big = _exchanged(transport, device, SIZE, rounds)
     small = _exchanged(transport, device, 1024, 2 * rounds)
+    alone = _returned(transport, device, 2 * rounds)
     transport.close()
     dist.barrier()
     flat = torch.zeros(BUCKET_BYTES // 4, device=device)
@@ -47,7 +49,7 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return {
-        "latency": small,
+        "latency": alone,
         "bandwidth": SIZE / max(big - small, 1e-6),
         "all_reduce": moved / idle if rank == 0 else 0.0,
         "all_reduce_loaded": moved / busy if rank == 0 else 0.0,
@@ -125,6 +127,31 @@ def _exchanged(transport: Any, device: torch.device, size: int, rounds: int) -> 
                 wait()
             _synchronize(device)
         times.append((time.perf_counter() - start) / rounds)
+    slowest = torch.tensor(times[1:], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.min())
+
+
+def _returned(transport: Any, device: torch.device, rounds: int) -> float:
+    """Seconds of one small message: half of what it takes there and back, between pairs of neighbours."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    message = (TensorShape(shape=(256,), dtype=torch.float32),)
+    value = torch.zeros(256, device=device)
+    peer, low = rank ^ 1, rank - rank % 2
+    times = []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(rounds if peer < world else 0):
+            arrives = transport.receive(_wire(low, peer, rank), message)
+            if rank == low:
+                delivered = transport.send(_wire(low, rank, peer), [value])
+            (value,) = arrives()
+            if rank != low:
+                delivered = transport.send(_wire(low, rank, peer), [value])
+            _synchronize(device)
+            delivered()
+        times.append((time.perf_counter() - start) / rounds / 2)
     slowest = torch.tensor(times[1:], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest.min())

@@ -22,6 +22,7 @@ import sys
 import tarfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from machine import Machine, slices_of
 from tables import result_table
 from workers import Workers
 
-from bapipe.cluster import Cluster
+from bapipe.cluster import Cluster, Link
 from bapipe.compare import compare
 from bapipe.errors import BaPipeError
+from bapipe.evaluate import plan_timeline
 from bapipe.plan import Plan, write_plan
 from bapipe.profile import Profile, read_profile
 from bapipe.run_record import RunRecord, read_run
@@ -225,7 +227,8 @@ def measured_row(plan: Plan, record: RunRecord) -> dict[str, Any]:
         "predicted_throughput": plan.prediction.throughput,
         "bubble": [found.bubble.predicted, found.bubble.measured],
         "losses": [step.loss for step in record.steps],
-        "memory_predicted": [stage.memory_bytes for stage in plan.stages],
+        "free_transfers": free_transfers(plan),
+        "memory_predicted": [stage.memory_bytes for stage in plan.stages for _ in stage.accelerators],
         "memory_measured": list(record.peak_memory),
         "peak_live": list(record.peak_live),
         "transport": record.environment.transport,
@@ -239,6 +242,12 @@ def measured_row(plan: Plan, record: RunRecord) -> dict[str, Any]:
             for stage, row in zip(plan.stages, found.stages, strict=False)
         ],
     }
+
+
+def free_transfers(plan: Plan) -> float:
+    """Seconds of a mini-batch, predicted, if messages between stages took no time."""
+    free = replace(plan.cluster, within=Link(bandwidth=1e18, latency=0.0), between=None, pairs={})
+    return plan_timeline(replace(plan, cluster=free)).time
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:

@@ -23,7 +23,8 @@ def result_table(result: dict[str, Any]) -> str:
     """A row per case: predicted beside measured.
 
     `of ideal` is the share of as many times `one_slice`, the samples/s of a slice that trains the whole model
-    with the others loaded; empty where that was not measured.
+    with the others loaded; empty where that was not measured. `of free transfers` is the share of what the
+    simulator says of the same plan with messages that take no time; empty where that was not noted.
     """
     links = result["links"]
     reduced = f"all-reduce {links.get('all_reduce', 0) / 1e9:.2f} GB/s"
@@ -36,13 +37,13 @@ def result_table(result: dict[str, Any]) -> str:
         f"{'emulated' if result.get('emulated') else 'as measured before the runs'}.",
         "",
         "| model | case | micro-batch | mini-batch | predicted, s | measured, s | error | samples/s | of ideal "
-        "| memory, GB | error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| of free transfers | memory, GB | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         if "error" in row:
             told = " ".join(row["error"].split())[:200].replace("|", "\\|")
-            lines.append(f"| {row['model']} | {row['case']} | | | | {told} | | | | | |")
+            lines.append(f"| {row['model']} | {row['case']} | | | | {told} | | | | | | |")
             continue
         known = [size for size in row["memory_measured"] if size]
         fullest = f"{max(known) / 1e9:.2f}" if known else ""
@@ -50,11 +51,13 @@ def result_table(result: dict[str, Any]) -> str:
         off = max((predicted / measured - 1 for predicted, measured in pairs if measured), key=abs, default=None)
         own = result.get("one_slice", {}).get(row["model"])
         ideal = f"{row['throughput'] / (result['slices'] * own):.3f}" if own else ""
+        free = row.get("free_transfers") if row["schedule"] != "data-parallel" else None
+        share = f"{free / row['measured']:.3f}" if free else ""
         lines.append(
             f"| {row['model']} | {row['case']} ({row['schedule']}{', recomputing' if row['recompute'] else ''}) "
             f"| {row['microbatch']} | {row['minibatch']} | {row['predicted']:.3f} | {row['measured']:.3f} "
-            f"| {row['predicted'] / row['measured'] - 1:+.1%} | {row['throughput']:.0f} | {ideal} | {fullest} "
-            f"| {'' if off is None else f'{off:+.1%}'} |"
+            f"| {row['predicted'] / row['measured'] - 1:+.1%} | {row['throughput']:.0f} | {ideal} "
+            f"| {share} | {fullest} | {'' if off is None else f'{off:+.1%}'} |"
         )
     return "\n".join(lines) + "\n"
 

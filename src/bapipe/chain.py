@@ -68,6 +68,9 @@ class Chain:
     """bytes that the largest unit needs for a moment, and libraries for good"""
     unit_workspace: Floats
     """bytes that the unit's layer needs for a moment, of its channels up to the unit's last"""
+    forward_workspace: Floats
+    """of these, what its forward needs, and below its backward"""
+    backward_workspace: Floats
     library: Floats
     """bytes that libraries keep once the unit's layer has run; all layers of a stage have the same"""
     part_forward: Floats
@@ -198,6 +201,8 @@ def make_chain(
         resident_input=np.where(begun > 0, forward_in[layers], 0.0),
         workspace=max(cost.workspace for cost in costs) + float(library.max()),
         unit_workspace=np.max([cost.layer_workspace for cost in costs], axis=0)[layers] * done,
+        forward_workspace=np.max([cost.forward_workspace for cost in costs], axis=0)[layers] * done,
+        backward_workspace=np.max([cost.backward_workspace for cost in costs], axis=0)[layers] * done,
         library=library[layers],
         part_forward=np.array([cost.part_forward[layers] for cost in costs]),
         part_backward=np.array([cost.part_backward[layers] for cost in costs]),

@@ -6,6 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bapipe.chain import Chain, apart_from, holds_all_weights, part_costs
 from bapipe.cluster import Cluster, Link
 from bapipe.errors import BaPipeError
@@ -13,10 +16,10 @@ from bapipe.lowering import Network, Route
 from bapipe.partition.steps import Step
 from bapipe.plan import Plan
 from bapipe.profile import Profile
-from bapipe.schedule.actions import Schedule
+from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.orders import with_recompute, with_update
 from bapipe.simulate import Costs, simulate
-from bapipe.stage_memory import stage_bytes
+from bapipe.stage_memory import StageBytes, stage_bytes
 from bapipe.timeline import Timeline
 
 __all__ = [
@@ -300,16 +303,35 @@ def _memory(
     for index, ranks in enumerate(schedule.placement):
         for rank in ranks:
             by_rank[rank] += static[index]
-    peaks = [
-        max((needed[index].workspace for index in schedule.stages_of(rank)), default=0.0)
-        for rank in range(schedule.num_ranks)
-    ]
+    peaks = [_peak_beside_features(rank, schedule, needed) for rank in range(schedule.num_ranks)]
     memory = tuple(
         max(by_rank[rank] + features[rank] + peaks[rank] for rank in ranks) for ranks in schedule.placement
     )
     counts = timeline.peak_live()
     live = tuple(float(-(-count // len(ranks))) for count, ranks in zip(counts, schedule.placement, strict=True))
     return memory, live
+
+
+def _peak_beside_features(rank: int, schedule: Schedule, needed: Sequence[StageBytes]) -> float:
+    """What the workspace adds to weights, gradients and features on a rank.
+
+    Where all forwards come before the first backward, as with GPipe, there are no gradients while they run: memory
+    for them is given when the first backward makes them.
+    """
+    own = [needed[index] for index in schedule.stages_of(rank)]
+    lanes = [lane.kinds for lane in schedule.lanes if lane.rank == rank]
+    if len(lanes) != 1 or not schedule.flushes or not _forwards_first(lanes[0]):
+        return max((item.workspace for item in own), default=0.0)
+    gradients = sum(item.weights for item in own)
+    return max(
+        max(item.forward_workspace for item in own) - gradients, max(item.backward_workspace for item in own)
+    )
+
+
+def _forwards_first(kinds: NDArray[np.int64]) -> bool:
+    """Whether there are backwards in a lane, and no forward after the first of them."""
+    backwards = np.flatnonzero((kinds == Kind.B) | (kinds == Kind.I))
+    return backwards.size > 0 and not bool((kinds[backwards[0] :] == Kind.F).any())
 
 
 def plan_timeline(plan: Plan) -> Timeline:

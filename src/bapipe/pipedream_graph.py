@@ -341,5 +341,7 @@ def _scaled(table: CostTable, sizes: tuple[int, ...]) -> CostTable:
         delayed=None if table.delayed is None else bytes_(table.delayed),
         workspace=None if table.workspace is None else tuple(table.workspace[-1] * size / base for size in sizes),
         layer_workspace=None if table.layer_workspace is None else bytes_(table.layer_workspace),
+        forward_workspace=None if table.forward_workspace is None else bytes_(table.forward_workspace),
+        backward_workspace=None if table.backward_workspace is None else bytes_(table.backward_workspace),
         not_fitting=(),
     )

@@ -71,6 +71,9 @@ class CostTable:
     """bytes that the largest layer needs for a moment, one per micro-batch size"""
     layer_workspace: Rows | None = None
     """bytes that each layer needs for a moment; None: any may need `workspace`"""
+    forward_workspace: Rows | None = None
+    """of these, while its forward runs, and below its backward; None: not told apart"""
+    backward_workspace: Rows | None = None
     library: tuple[float, ...] | None = None
     """bytes that libraries keep once the layer has run, one per layer; a stage has the most of its layers', not
     their sum; None: not measured, counts 0"""
@@ -102,6 +105,8 @@ class LayerCosts:
     update: Floats
     workspace: float
     layer_workspace: Floats
+    forward_workspace: Floats
+    backward_workspace: Floats
     library: Floats
     part_forward: Floats
     """0 where it was not measured, as are the two below"""
@@ -144,7 +149,8 @@ class Profile:
             )
         for field_name in (
             "forward", "backward", "boundary_forward", "boundary_backward", "stash", "weight_gradient", "parting",
-            "layer_workspace", "part_forward", "part_backward", "part_stash", "delayed",
+            "layer_workspace", "forward_workspace", "backward_workspace", "part_forward", "part_backward",
+            "part_stash", "delayed",
         ):  # fmt: skip
             rows = getattr(table, field_name)
             if rows is None:
@@ -197,6 +203,8 @@ class Profile:
 
         backward = mixed(table.backward)
         workspace = np.interp(microbatch, sizes, table.workspace) if table.workspace else 0.0
+        each = np.full(len(self.layers), float(workspace))
+        each = each if table.layer_workspace is None else mixed(table.layer_workspace)
         return LayerCosts(
             microbatch=microbatch,
             forward=mixed(table.forward),
@@ -208,9 +216,9 @@ class Profile:
             stash=mixed(table.stash),
             update=np.array(table.update),
             workspace=float(workspace),
-            layer_workspace=np.full(len(self.layers), float(workspace))
-            if table.layer_workspace is None
-            else mixed(table.layer_workspace),
+            layer_workspace=each,
+            forward_workspace=each if table.forward_workspace is None else mixed(table.forward_workspace),
+            backward_workspace=each if table.backward_workspace is None else mixed(table.backward_workspace),
             library=np.zeros(len(self.layers)) if table.library is None else np.array(table.library),
             part_forward=mixed_or_none(table.part_forward),
             part_backward=mixed_or_none(table.part_backward),

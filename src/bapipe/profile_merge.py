@@ -73,6 +73,16 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
     weighed = known.workspace is not None and later.workspace is not None
     each = known.layer_workspace is not None and later.layer_workspace is not None
 
+    def phase(field: str) -> Rows | None:
+        """Where a table does not tell forward and backward apart, each may need what either does."""
+        if not each or (getattr(known, field) is None and getattr(later, field) is None):
+            return None
+        whole = rows("layer_workspace")
+        return tuple(
+            other if getattr(table, field) is None else getattr(table, field)[row]
+            for (_, table, row), other in zip(taken, whole, strict=True)
+        )
+
     def divided(field: str) -> Rows | None:
         """Where a table does not know what dividing costs, in proportion to the nearest size that does."""
         found = {size: getattr(table, field)[row] for size, table, row in taken if getattr(table, field)}
@@ -100,6 +110,8 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         stash=rows("stash"),
         workspace=tuple(_workspace(table)[row] for _, table, row in taken) if weighed else None,
         layer_workspace=rows("layer_workspace") if each else None,
+        forward_workspace=phase("forward_workspace"),
+        backward_workspace=phase("backward_workspace"),
         library=later.library or known.library,
         parting=divided("parting"),
         part_forward=divided("part_forward"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.chain import Chain, apart_from, part_costs
+from bapipe.chain import Chain, Floats, apart_from, part_costs
 
-__all__ = ["StageBytes", "stage_bytes"]
+__all__ = ["StageBytes", "messages_in_workspace", "stage_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,9 @@ class StageBytes:
     workspace: float
     """most that a layer needs for a moment beyond the features of all layers, while those after it hold none; and
     what libraries keep"""
+    forward_workspace: float
+    """the same of forwards alone, and below of backwards"""
+    backward_workspace: float
 
 
 def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
@@ -37,22 +41,46 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     sent, returned = float(chain.boundary_forward[last]), float(chain.boundary_backward[last])
     received = float(chain.boundary_forward[first - 1]) if first else 0.0
     answered = float(chain.boundary_backward[first - 1]) if first else 0.0
-    needed = np.cumsum(stash) - float(stash.sum()) + chain.unit_workspace[span]
+    library = float(chain.library[span].max())
     more_weights = more_stash = 0.0
     if chain.units[first].start > 0 or chain.units[last].stop < chain.units[last].of:
         parts = part_costs(chain, first, last)
         more_weights, more_stash = parts.weights, parts.stash
-        if chain.units[first].start > 0:
-            own = sum(unit.layer == chain.units[first].layer for unit in chain.units[span])
-            needed[:own] -= chain.unit_workspace[first - 1]
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
         stash=float(stash.sum()) + float(chain.resident_input[first]) + sent + more_stash,
         delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
         buffers=2 * (received + returned + sent + answered),
-        workspace=max(0.0, float(needed.max())) + float(chain.library[span].max()),
+        workspace=_workspace(chain, chain.unit_workspace, first, last) + library,
+        forward_workspace=_workspace(chain, chain.forward_workspace, first, last) + library,
+        backward_workspace=_workspace(chain, chain.backward_workspace, first, last) + library,
     )
+
+
+def _workspace(chain: Chain, each: Floats, first: int, last: int) -> float:
+    """Most of what each layer needs beyond all stashes, while those of the layers after it are not there.
+
+    What the last layer sends, or the error for it, is part of what it needs, and counts as a message already.
+    """
+    span = slice(first, last + 1)
+    stash = chain.stash[span]
+    needed = np.cumsum(stash) - float(stash.sum()) + each[span]
+    ends = sum(unit.layer == chain.units[last].layer for unit in chain.units[span])
+    needed[-ends:] -= messages_in_workspace(chain)[last]
+    if chain.units[first].start > 0:
+        own = sum(unit.layer == chain.units[first].layer for unit in chain.units[span])
+        needed[:own] -= each[first - 1]
+    return max(0.0, float(needed.max()))
+
+
+@functools.lru_cache(maxsize=16)
+def messages_in_workspace(chain: Chain) -> Floats:
+    """Per unit, bytes that its workspace and the messages have in common where a stage ends with it; 0 inside of a
+    layer, where the messages have its input too."""
+    both = np.minimum(chain.boundary_forward, chain.boundary_backward)
+    ends = np.array([unit.stop == unit.of for unit in chain.units])
+    return np.where(ends, np.minimum(chain.unit_workspace, both), 0.0)
 
 
 def _delayed(chain: Chain, first: int, last: int, whole: float) -> float:

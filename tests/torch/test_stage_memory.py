@@ -1,4 +1,4 @@
-"""What a stage of a zero-bubble order holds, storage by storage, against what the memory model says."""
+"""What a stage holds of a micro-batch, storage by storage, against what the memory model says."""
 
 from __future__ import annotations
 
@@ -120,3 +120,25 @@ def test_a_stage_without_weight_gradients_to_put_off_holds_nothing(model: tuple[
     """An LSTM's library makes them with the errors: when these are sent, all is let go."""
     _, waiting = held_by(model[0], 6, 6)
     assert waiting == [0] * len(waiting)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_the_backward_does_not_need_of_the_input_is_let_go(
+    model: tuple[Captured, Chain], recompute: bool
+) -> None:
+    """An LSTM keeps what the dropout before it makes, and the dropout a mask: the received value is not needed."""
+    stage = model[0].stage(6, 6)
+    runner = StageRunner(6, {SIZE: stage}, sizes=[SIZE], recompute=recompute)
+    runner.begin(0, [()], [None])
+    (about,) = stage.stage_spec.received
+    value = torch.randn([each * SIZE + more for each, more in about.dims])
+    shape, kept = value.shape, StorageWeakRef(value.untyped_storage())
+    made = runner.forward(0, (value,))
+    del value
+    assert kept.expired() is not recompute
+    if recompute:
+        runner.again(0)
+        assert kept.expired()
+    (error,) = runner.backward(0, [torch.randn_like(item) for item in made])
+    assert error.shape == shape
+    assert runner.idle

@@ -219,7 +219,8 @@ def test_a_layer_in_slices_needs_its_workspace_whole() -> None:
     table = replace(profile.table("x"), layer_workspace=((1.0, 100.0, 2.0),))
     profile = replace(profile, accelerators={"x": table})
     whole, finer = make_chain(profile, ["x"], 1), make_chain(profile, ["x"], 1, split={1: 4})
-    assert stage_bytes(finer, 0, 4).workspace == stage_bytes(whole, 0, 1).workspace == 100.0
+    # What is sent, 40 bytes, counts as a message.
+    assert stage_bytes(finer, 0, 4).workspace == stage_bytes(whole, 0, 1).workspace == 100.0 - 40
     # Of all stashes (12 bytes before the last layer's 4) those after a layer are not there while it runs.
     assert stage_bytes(finer, 0, 5).workspace == stage_bytes(whole, 0, 2).workspace == 100.0 - 4
     assert stage_bytes(finer, 0, 1).workspace == 25.0
@@ -248,3 +249,26 @@ def test_output_channels_are_divided_as_they_were_timed() -> None:
     assert edges(timed) == [2, 4]
     bare = replace(timed.table("x"), part_forward=None, part_backward=None, part_stash=None)
     assert edges(replace(timed, accelerators={"x": bare})) == [1, 2, 3, 4]
+
+
+def test_forwards_without_gradients_need_less_memory() -> None:
+    """GPipe runs all forwards before there is memory for gradients; 1F1B has had a backward by then."""
+    profile = divided_profile()
+    table = replace(
+        profile.table("x"),
+        layer_workspace=((0.0, 100.0, 0.0),),
+        forward_workspace=((0.0, 100.0, 0.0),),
+        backward_workspace=((0.0, 30.0, 0.0),),
+    )
+    told = replace(profile, accelerators={"x": table})
+    untold = replace(profile, accelerators={"x": replace(table, forward_workspace=None, backward_workspace=None)})
+
+    def memory(profile: Profile, schedule: str) -> float:
+        chain = make_chain(profile, ["x"], 1)
+        stages = (StageChoice(first=0, last=1, accelerators=(0,)), StageChoice(first=2, last=2, accelerators=(1,)))
+        candidate = Candidate(label="made", chain=chain, stages=stages, schedule=SCHEDULES[schedule](2, 4))
+        return evaluate(candidate, Hardware(cluster=cluster(2))).memory[0]
+
+    gradients = 8.0 + 40.0
+    assert memory(untold, "gpipe") - memory(told, "gpipe") == min(gradients, 100.0 - 30.0)
+    assert memory(untold, "1f1b-sno") == memory(told, "1f1b-sno")

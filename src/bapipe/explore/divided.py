@@ -24,6 +24,7 @@ from bapipe.explore.request import Request
 from bapipe.explore.strategies import THOROUGH
 from bapipe.partition.cuts import starts
 from bapipe.partition.intra_layer import refine
+from bapipe.stage_memory import messages_in_workspace
 
 __all__ = [
     "divided_stages",
@@ -239,11 +240,15 @@ def _memory(chain: Chain) -> _Memory:
     peaks = held + chain.unit_workspace
     workspace = np.full((len(chain), len(chain)), -np.inf)
     library = np.zeros_like(workspace)
+    common = messages_in_workspace(chain)
+    layers = np.array([unit.layer for unit in chain.units])
+    begins = np.searchsorted(layers, layers)
     for first, unit in enumerate(chain.units):
         own = peaks[first:].copy()
         if unit.start > 0:
             own[[other.layer == unit.layer for other in chain.units[first:]]] -= chain.unit_workspace[first - 1]
-        workspace[first, first:] = np.maximum.accumulate(own)
+        inner = np.concatenate([[-np.inf], np.maximum.accumulate(own)])[np.maximum(0, begins[first:] - first)]
+        workspace[first, first:] = np.maximum(inner, own - common[first:])
         library[first, first:] = np.maximum.accumulate(chain.library[first:])
     return _Memory(
         weights=_runs(chain.weight_bytes, before * shared, after * shared),

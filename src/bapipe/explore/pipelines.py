@@ -37,7 +37,7 @@ __all__ = [
 
 MOST_TYPES = 3
 """accelerator types that the exact partition orders freely; with more, the cluster's own order is kept"""
-_CLOSER_LOOKS = 3
+_CLOSER_LOOKS = 5
 """times that the exact partition is asked again with less memory where its answer turns out not to fit"""
 _KEPT_FORWARDS = 100_000
 """stages · micro-batches up to which a schedule is kept for the next candidate of its shape"""
@@ -182,16 +182,19 @@ def optimal(
         count_communication=family.communication,
     )
     stages = first = _assign(cluster, types, solve(problem, explained=False))
+    times = 1
     for _ in range(_CLOSER_LOOKS):
         lacking = _lacking(chain, stages, family, microbatches, hardware)
         if not any(lacking.values()):
             return stages
-        more = np.ceil([lacking.get(name, 0.0) for name in types]).astype(np.int64)
+        more = np.ceil([times * lacking.get(name, 0.0) for name in types]).astype(np.int64)
         problem = replace(problem, overhead=problem.overhead + more)
+        before = stages
         try:
             stages = _assign(cluster, types, solve(problem, explained=False))
         except InfeasibleError:
             break
+        times = 2 * times if stages == before else 1
     return first
 
 

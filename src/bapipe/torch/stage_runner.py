@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from bapipe.torch.capturing import Stage
+from bapipe.torch.entrance import Entrance
 from bapipe.torch.loss import LossSum
 from bapipe.torch.saved_values import SavedValues
 from bapipe.torch.split_backward import DelayedWeights, SplitBackward
@@ -51,6 +52,8 @@ class StageRunner:
         self.made_dtypes: tuple[torch.dtype, ...] = ()
         """of what the last forward made, before it was converted"""
         self._upload = None if device is None else Upload(device)
+        self._fresh = {"forward", "backward"} if device is not None and device.type == "cuda" else set()
+        """what it has not run yet"""
         self._modules = modules
         self._evaluation = evaluation or {}
         self._sizes = tuple(sizes)
@@ -61,12 +64,15 @@ class StageRunner:
         self._targets: Sequence[Any] = ()
         self._weights: Mapping[str, Tensor] = {}
         self._live: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        """micro-batch -> what the stage received, and what it made (at the last stage: the loss)"""
+        """micro-batch -> what the stage received, if needed again, and what it made (the last stage: a loss)"""
+        self._entrances: dict[int, Entrance] = {}
+        """micro-batch -> where its errors come out; not of a stage whose backwards are done in two parts"""
         spec = self.spec
         self._delayed: dict[int, DelayedWeights | None] = {}
         """micro-batch -> weight gradients that wait for their turn"""
         self._saved: dict[int, SavedValues] = {}
         """micro-batch -> what its forward saved, until it is known what of it the weight gradients need"""
+        self._parted = parted
         self._watches = parted and not spec.whole
         # Only what a capture has fixed has the same graph every time: no loss, no module that is kept whole.
         self._split = SplitBackward(list(self.module.parameters()), fixed=loss is None and not spec.whole)
@@ -112,20 +118,31 @@ class StageRunner:
 
     @property
     def idle(self) -> bool:
-        return not self._live and not self._before and not self._saved
+        return not self._live and not self._before and not self._saved and not self._entrances
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage, detached; nothing at the last stage, which keeps its loss."""
+        self._make_room_once("forward")
         if self.recompute:
             self._before[microbatch] = {name: buffer.clone() for name, buffer in self._written.items()}
             with torch.no_grad():
                 made = self._run(microbatch, received, count=True)
             self._live[microbatch] = (received, ())
-        else:
+        elif self._parted:
             made = self._run(microbatch, self._tracked(received), count=True)
             self._live[microbatch] = (received, made)
+        else:
+            made = self._run_for_backward(microbatch, received, count=True)
+            self._live[microbatch] = ((), made)
         self.peak_live = max(self.peak_live, len(self._live))
         return () if self._loss is not None else self._sent(made)
+
+    def _make_room_once(self, what: str) -> None:
+        """Before it runs first: cuDNN picks an algorithm then, and keeps it, of those that fit into free memory,
+        and memory that torch's allocator has kept for later is not free."""
+        if what in self._fresh:
+            self._fresh.discard(what)
+            torch.cuda.empty_cache()
 
     def _sent(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.sent_dtypes is None:
@@ -147,8 +164,30 @@ class StageRunner:
         """
         received, _ = self._live[microbatch]
         buffers = self._before.pop(microbatch)
-        made = self._run(microbatch, self._tracked(received), count=False, buffers=buffers)
-        self._live[microbatch] = (received, made)
+        if self._parted:
+            made = self._run(microbatch, self._tracked(received), count=False, buffers=buffers)
+            self._live[microbatch] = (received, made)
+        else:
+            made = self._run_for_backward(microbatch, received, count=False, buffers=buffers)
+            self._live[microbatch] = ((), made)
+
+    def _run_for_backward(
+        self,
+        microbatch: int,
+        received: tuple[Tensor, ...],
+        *,
+        count: bool,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Run it so that of what was received only that is kept which the backward needs."""
+        entrance = Entrance([value for value, wanted in zip(received, self._takes_error, strict=True) if wanted])
+        entered = iter(entrance.values)
+        values = tuple(
+            next(entered) if wanted else value for value, wanted in zip(received, self._takes_error, strict=True)
+        )
+        entrance.leave()
+        self._entrances[microbatch] = entrance
+        return self._run(microbatch, values, count=count, buffers=buffers)
 
     def _tracked(self, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for value, wanted in zip(received, self._takes_error, strict=True):
@@ -194,15 +233,18 @@ class StageRunner:
 
         `errors` are for the sent values that have a gradient; what got none goes back as zeros.
         """
+        self._make_room_once("backward")
         received, made = self._live[microbatch]
         outputs, given = self._roots_of_backward(made, errors)
         if outputs:
             torch.autograd.backward(outputs, given)
         del self._live[microbatch]
-        return self._errors(received)
+        entrance = self._entrances.pop(microbatch, None)
+        return self._errors(received) if entrance is None else entrance.errors()
 
     def input_gradient(self, microbatch: int, errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The first part of the backward: the errors for the stage before. The micro-batch stays live."""
+        self._make_room_once("backward")
         received, made = self._live[microbatch]
         outputs, given = self._roots_of_backward(made, errors)
         wanted = [value for value in received if value.requires_grad]

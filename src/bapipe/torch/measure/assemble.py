@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from bapipe.errors import BaPipeError
 from bapipe.model import ModelRef
-from bapipe.profile import CostTable, Profile, ProfiledLayer
+from bapipe.profile import CostTable, Profile, ProfiledLayer, Rows
 from bapipe.torch.measure.layer_times import PartRows, SizeTimes, layer_times, part_costs
 from bapipe.torch.measure.record import Measurement, SizeMemory
 from bapipe.torch.measure.statistics import pooled
@@ -125,6 +125,8 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         optimizer=measured.optimizer,
         workspace=tuple(max(item.workspace) for item in memory),
         layer_workspace=tuple(item.workspace for item in memory),
+        forward_workspace=_phase(memory, "forward_workspace"),
+        backward_workspace=_phase(memory, "backward_workspace"),
         library=_library(memory),
         delayed=None if None in waiting else tuple(row for row in waiting if row is not None),
         part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
@@ -181,6 +183,11 @@ def _scaled(times: SizeTimes, factor: float) -> SizeTimes:
         weight_gradient=scale(times.weight_gradient),
         parting=scale(times.parting),
     )
+
+
+def _phase(memory: Sequence[SizeMemory], name: str) -> Rows | None:
+    rows = tuple(getattr(item, name) for item in memory)
+    return rows if all(rows) else None
 
 
 def _library(memory: Sequence[SizeMemory]) -> tuple[float, ...] | None:

@@ -76,7 +76,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
     leaves, _ = chain.inputs(size)
     state = {storage_of(tensor)[0] for tensor in chain.state()}
     count = len(pieces)
-    stash, workspace, library, ahead, back = ([0.0] * count for _ in range(5))
+    stash, onward, backward, library, ahead, back = ([0.0] * count for _ in range(6))
     flight = _Flight()
     roots: set[int] = set()
     values: Sequence[Any] = ()
@@ -107,10 +107,11 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         loose = sum(nbytes for key, (_, nbytes) in flight.owner.items() if key not in flight.kept)
         unsaved = sum(nbytes for address, nbytes in fresh.items() if address not in once.saved)
         if chain.device.type == "cuda":
-            workspace[index] = max(once.peak_forward + loose, once.peak_backward - unsaved) - own
+            onward[index] = max(0.0, once.peak_forward + loose - own)
+            backward[index] = max(0.0, once.peak_backward - unsaved - own)
         else:
             gradients = sum(value.nbytes for value in received if value.requires_grad)
-            workspace[index] = back[index] + gradients + sum(item.nbytes for item in piece.parameters)
+            backward[index] = back[index] + gradients + sum(item.nbytes for item in piece.parameters)
         last = index + 1 == count
         flight.owner.update({address: (index if last else index + 1, nbytes) for address, nbytes in fresh.items()})
         if last:
@@ -123,7 +124,9 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         boundary_forward=tuple(ahead),
         boundary_backward=tuple(back),
         stash=tuple(stash),
-        workspace=tuple(max(0.0, value) for value in workspace),
+        workspace=tuple(max(pair) for pair in zip(onward, backward, strict=True)),
+        forward_workspace=tuple(onward),
+        backward_workspace=tuple(backward),
         library=tuple(library),
     )
 

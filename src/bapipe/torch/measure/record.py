@@ -118,6 +118,9 @@ class SizeMemory:
     """each kept storage once in the whole model: a boundary value where it is received"""
     workspace: tuple[float, ...]
     """on top of all stashes up to this layer, while it runs"""
+    forward_workspace: tuple[float, ...] = ()
+    """of these, while its forward runs, and below its backward; (): not told apart"""
+    backward_workspace: tuple[float, ...] = ()
     library: tuple[float, ...] = ()
     """what libraries allocate when the layer runs first, and keep for all layers; (): not weighed"""
 

@@ -57,6 +57,7 @@ def bapipe_step(name: str, case: Case, module: nn.Module, *, rank: int, world: i
         rank,
         {1: _stage(case, module, rank=rank, first=first, last=last)},
         sizes=sizes,
+        parted=rank in schedule.parted_stages(),
         loss=losses if last else None,
         output=_only if last else None,
     )

@@ -244,6 +244,7 @@ class StageRunner:
 
     def input_gradient(self, microbatch: int, errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The first part of the backward: the errors for the stage before. The micro-batch stays live."""
+        assert self._parted, "a runner must know from its forward on that a backward will be done in two parts"
         self._make_room_once("backward")
         received, made = self._live[microbatch]
         outputs, given = self._roots_of_backward(made, errors)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +18,7 @@ from bapipe.chain import Chain, make_chain
 from bapipe.model import ModelRef
 from bapipe.stage_memory import stage_bytes
 from bapipe.torch.capturing import Captured, capture
+from bapipe.torch.capturing.part_ops import lstm_steps
 from bapipe.torch.capturing.private import flatten
 from bapipe.torch.loss import LossSum
 from bapipe.torch.measure import Settings, profile_module, rounds
@@ -142,3 +144,30 @@ def test_what_the_backward_does_not_need_of_the_input_is_let_go(
     (error,) = runner.backward(0, [torch.randn_like(item) for item in made])
     assert error.shape == shape
     assert runner.idle
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_some_steps_of_an_lstm_keep_their_own_input_only(alone: bool) -> None:
+    """A slice of a value that nobody else has is copied: what is kept for the backward would be all of it."""
+    lstm = nn.LSTM(8, 8)
+    value = torch.randn(12, SIZE, 8, requires_grad=True).mul(2.0)
+    kept = StorageWeakRef(value.untyped_storage())
+    state = [torch.zeros(1, SIZE, 8) for _ in range(2)]
+    made = lstm_steps(value, state, list(lstm.parameters()), True, False, 0, 3, alone)
+    del value
+    assert kept.expired() is alone
+    made[0].sum().backward()
+
+
+def test_what_is_made_for_an_lstm_is_for_it_alone() -> None:
+    """What encoder.1 and decoder.0 take has been received; before the others a dropout runs on their own stage."""
+    module, args, kwargs, *_ = build_gnmt(layers=6, hidden=16, vocabulary=32, sequence=12, with_loss=True)
+    captured = capture(module, args, kwargs, check=False)
+    names = [layer.name for layer in captured.layers]
+    found = {}
+    for name in ("encoder.1", "encoder.2", "decoder.0", "decoder.1", "decoder.2"):
+        layer = names.index(name)
+        source = captured.stage(layer, layer, parts={layer: (0, 3)}).stage_source
+        (found[name],) = re.findall(r"lstm_steps\(.*, (True|False)\)", source)
+    apart = {"encoder.1": "False", "decoder.0": "False"}
+    assert found == {**apart, "encoder.2": "True", "decoder.1": "True", "decoder.2": "True"}

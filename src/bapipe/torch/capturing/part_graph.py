@@ -72,12 +72,17 @@ def copy_part(
         if step is None:
             copy_step(build, node)
         elif node is rule.anchor and step.kind == "lstm":
-            own[node], *states = _copy_lstm(build, rule, start, stop, before)
+            alone = _is_made_by(rule.anchor.args[0], steps)
+            own[node], *states = _copy_lstm(build, rule, start, stop, before, alone=alone)
         elif step.kind == "lstm":
             own[node] = own[rule.anchor]
         else:
             own[node] = _copy_sliced(build, rule, step, node, own, start, stop)
     return _joined(build, rule, own[rule.output], states, before, start, stop)
+
+
+_MAKERS = frozenset({"aten.dropout", "aten.cat", "aten.add", "aten.mul"})
+"""operations that are usual before an LSTM and return memory of their own"""
 
 
 def _call(build: StageGraph, function: Callable[..., Any], *args: Any) -> fx.Node:
@@ -138,8 +143,18 @@ def _copy_sliced(
     return build.graph.call_function(node.target, tuple(args), kwargs)  # type: ignore[arg-type]
 
 
-def _copy_lstm(build: StageGraph, rule: PartRule, start: int, stop: int, before: Sequence[Any]) -> list[Any]:
-    """The output of some directions, or of some time steps and the state after them."""
+def _is_made_by(value: Any, steps: Sequence[fx.Node]) -> bool:
+    """Whether a value is one of these steps' own, and not their input, seen as it is or in another shape."""
+    return isinstance(value, fx.Node) and value in steps and op_name(value.target) in _MAKERS
+
+
+def _copy_lstm(
+    build: StageGraph, rule: PartRule, start: int, stop: int, before: Sequence[Any], *, alone: bool
+) -> list[Any]:
+    """The output of some directions, or of some time steps and the state after them.
+
+    `alone`: the LSTM's input is for it alone.
+    """
     args: tuple[Any, ...] = tuple(rule.anchor.args)
     value, state, weights = args[0], list(args[1]), list(args[2])
     train, batch_first = bool(args[6]) and build.training, args[8]
@@ -147,7 +162,7 @@ def _copy_lstm(build: StageGraph, rule: PartRule, start: int, stop: int, before:
     if rule.by == "time steps":
         states = list(before[1:3]) if start else [load(build, item) for item in state]
         own = [load(build, item) for item in weights]
-        made = _call(build, lstm_steps, given, states, own, train, batch_first, start, stop - start)
+        made = _call(build, lstm_steps, given, states, own, train, batch_first, start, stop - start, alone)
         return _items(build, made, 3)
     each = len(weights) // 2
     states = [load(build, item) for item in state]

@@ -116,9 +116,15 @@ def lstm_steps(
     batch_first: bool,
     start: int,
     count: int,
+    alone: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps `start` on of an LSTM, from the state before them; the state after them comes with the output."""
+    """Steps `start` on of an LSTM, from the state before them; the state after them comes with the output.
+
+    `alone`: nobody else has the value, which would otherwise be kept whole for the backward of these steps.
+    """
     part = value.narrow(1 if batch_first else 0, start, count)
+    if alone and torch.is_grad_enabled():
+        part = part.clone()
     return _lstm(part, [item.contiguous() for item in state], weights, train, batch_first)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ __all__ = ["measure_links"]
 
 SIZE = 16 * 2**20
 """bytes of the messages that links are measured with"""
+_BUCKETS = 8
+"""of gradients that are summed at once"""
 _SIDE = 4096
 """of the matrices that keep a GPU busy"""
 _LOADED_SECONDS = 2.0
@@ -26,7 +28,7 @@ _LOADED_SECONDS = 2.0
 
 def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     """Messages between all neighbours at once, both ways, as in a pipeline; the latency of one; and the all-reduce
-    of a bucket of gradients.
+    of some buckets of gradients, all under way at once, as after a backward.
 
     The all-reduce is measured on idle devices (`all_reduce`) and on devices that compute (`all_reduce_loaded`), as
     data parallelism has it beside its backward. A CPU has no stream to compute on meanwhile: there the second is
@@ -39,12 +41,11 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     alone = _returned(transport, device, 2 * rounds)
     transport.close()
     dist.barrier()
-    flat = torch.zeros(BUCKET_BYTES // 4, device=device)
-    moved = 2 * (world - 1) / world * flat.nbytes
-    dist.all_reduce(flat)
-    idle = _reduced(flat, max(2, rounds // 2), load=lambda: None)
+    buckets = [torch.zeros(BUCKET_BYTES // 4, device=device) for _ in range(_BUCKETS)]
+    moved = 2 * (world - 1) / world * sum(bucket.nbytes for bucket in buckets)
+    idle = _reduced(buckets, max(2, rounds // _BUCKETS), load=lambda: None)
     busy = _reduced(
-        flat, max(2, min(rounds // 2, int(_LOADED_SECONDS / (4 * idle)))), load=_load(device, 4 * idle)
+        buckets, max(2, min(rounds // _BUCKETS, int(_LOADED_SECONDS / (4 * idle)))), load=_load(device, 4 * idle)
     )
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -56,20 +57,23 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     }
 
 
-def _reduced(flat: Tensor, rounds: int, *, load: Callable[[], None]) -> float:
-    """Seconds of one all-reduce while the load that is queued before runs; every rank does as many."""
+def _reduced(buckets: Sequence[Tensor], rounds: int, *, load: Callable[[], None]) -> float:
+    """Seconds until all are summed while the load that is queued before runs; every rank does as many rounds."""
     number = torch.tensor(float(rounds))
     dist.broadcast(number, 0)
+    device = buckets[0].device
     times = []
-    for _ in range(int(number)):
-        _synchronize(flat.device)
+    for _ in range(1 + int(number)):  # the first one connects
+        _synchronize(device)
         dist.barrier()
         load()
         start = time.perf_counter()
-        dist.all_reduce(flat)
-        _synchronize_stream(flat.device)  # not the device: the load goes on
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            assert work is not None
+            work.wait()
+        _synchronize_stream(device)  # not the device: the load goes on
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
 def _load(device: torch.device, seconds: float) -> Callable[[], None]:

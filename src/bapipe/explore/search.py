@@ -112,6 +112,8 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
     held = found.by_family.get("zb")
     if timed and held and (held.short is not None or timed.time < (1 - _WORTH_MEMORY) * held.time):
         found.add("zb", timed)
+    if not found.by_family:
+        raise _nothing_to_try(request, len(cluster), minibatch, sizes)
     if found.best is None:
         raise _nothing_fits(found, hardware)
     best = found.best
@@ -346,6 +348,22 @@ def _interleaved(
             if forced and virtual == 2:
                 raise
             return
+
+
+def _nothing_to_try(request: Request, count: int, minibatch: int, sizes: Sequence[int]) -> BaPipeError:
+    """What of the request leaves no candidate."""
+    if request.schedule == "data-parallel" or request.strategy == "dp":
+        each = count * min(sizes)
+        fewer = minibatch // each * each
+        others = f"{fewer} or {fewer + each}" if fewer else f"{each}"
+        return BaPipeError(
+            f"data parallelism deals whole micro-batches evenly to {count} accelerators, and {minibatch} samples "
+            f"are not a multiple of {count} x {min(sizes)}; make --minibatch {others}, or change --microbatch"
+        )
+    if request.schedule == "interleaved" and count < 2:
+        return BaPipeError("interleaved needs at least 2 accelerators, the cluster has 1; leave --schedule out")
+    asked = request.schedule or request.strategy
+    return BaPipeError(f"nothing can be tried with {asked} and {minibatch} samples; leave --schedule out")
 
 
 def _nothing_fits(found: Found, hardware: Hardware) -> InfeasibleError:

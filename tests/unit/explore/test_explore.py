@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -169,3 +170,21 @@ def test_more_than_three_types_are_labelled_a_heuristic() -> None:
     plan = make_plan(explore(profile, made_cluster(dict.fromkeys(names, 1)), Request(minibatch=8, stages=4)))
     assert any(note.startswith("heuristic") for note in plan.notes)
     assert [stage.accelerators[0] for stage in plan.stages] == ["node/0", "node/1", "node/2", "node/3"]
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "words"),
+    [
+        (
+            3,
+            {"minibatch": 8, "microbatch": 2, "schedule": "data-parallel"},
+            "of 3 x 2; make --minibatch 6 or 12, or",
+        ),
+        (3, {"minibatch": 4, "microbatch": 2, "strategy": "dp"}, "a multiple of 3 x 2; make --minibatch 6, or"),
+        (1, {"minibatch": 8, "schedule": "interleaved"}, "at least 2 accelerators, the cluster has 1; leave"),
+    ],
+)
+def test_what_leaves_nothing_to_try_is_said(count: int, asked: dict[str, Any], words: str) -> None:
+    profile = made_profile({"x": [1.0, 1.0, 1.0]}, sizes=(1, 2))
+    with pytest.raises(BaPipeError, match=words):
+        explore(profile, made_cluster({"x": count}), Request(**asked))

@@ -128,12 +128,8 @@ class StageRunner:
             with torch.no_grad():
                 made = self._run(microbatch, received, count=True)
             self._live[microbatch] = (received, ())
-        elif self._parted:
-            made = self._run(microbatch, self._tracked(received), count=True)
-            self._live[microbatch] = (received, made)
         else:
             made = self._run_for_backward(microbatch, received, count=True)
-            self._live[microbatch] = ((), made)
         self.peak_live = max(self.peak_live, len(self._live))
         return () if self._loss is not None else self._sent(made)
 
@@ -164,12 +160,7 @@ class StageRunner:
         """
         received, _ = self._live[microbatch]
         buffers = self._before.pop(microbatch)
-        if self._parted:
-            made = self._run(microbatch, self._tracked(received), count=False, buffers=buffers)
-            self._live[microbatch] = (received, made)
-        else:
-            made = self._run_for_backward(microbatch, received, count=False, buffers=buffers)
-            self._live[microbatch] = ((), made)
+        self._run_for_backward(microbatch, received, count=False, buffers=buffers)
 
     def _run_for_backward(
         self,
@@ -179,7 +170,12 @@ class StageRunner:
         count: bool,
         buffers: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Run it so that of what was received only that is kept which the backward needs."""
+        """What it makes is live now. Of what was received only that is kept which the backward needs, unless that
+        is done in two parts."""
+        if self._parted:
+            made = self._run(microbatch, self._tracked(received), count=count, buffers=buffers)
+            self._live[microbatch] = (received, made)
+            return made
         entrance = Entrance([value for value, wanted in zip(received, self._takes_error, strict=True) if wanted])
         entered = iter(entrance.values)
         values = tuple(
@@ -187,7 +183,9 @@ class StageRunner:
         )
         entrance.leave()
         self._entrances[microbatch] = entrance
-        return self._run(microbatch, values, count=count, buffers=buffers)
+        made = self._run(microbatch, values, count=count, buffers=buffers)
+        self._live[microbatch] = ((), made)
+        return made
 
     def _tracked(self, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for value, wanted in zip(received, self._takes_error, strict=True):

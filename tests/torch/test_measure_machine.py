@@ -13,7 +13,7 @@ from bapipe.cluster_files import read_cluster
 from bapipe.errors import BaPipeError
 from bapipe.profile import read_profile
 from bapipe.torch import slices
-from bapipe.torch.measure.detect import Machine, cluster_text
+from bapipe.torch.measure.detect import Machine, cluster_text, usable_memory
 from bapipe.torch.measure.environment import accelerator_name
 from bapipe.torch.measure.link_record import LinkMeasurement, LinkSample, collective_bandwidth, fit, links_of
 from bapipe.torch.measure.links import measure_links
@@ -33,6 +33,12 @@ def link(pair: tuple[int, int], rate: float, *, shared: bool = False) -> list[Li
     times = [(size, both, 1e-5 + size / (rate / (2 if both and shared else 1))) for size in (8, MIB, 16 * MIB)
              for both in (False, True)]  # fmt: skip
     return [sample(size, seconds, both=both, pair=pair) for size, both, seconds in times]
+
+
+def test_not_all_of_a_gpu_is_for_tensors() -> None:
+    """CUDA's own, and what torch's allocator cannot place; even a tiny slice has something left."""
+    assert usable_memory(16e9) == pytest.approx(0.95 * 16e9 - 0.5e9)
+    assert usable_memory(0.4e9) == 0.2e9
 
 
 MEASURED = LinkMeasurement(

@@ -89,8 +89,8 @@ def detect(*, ranks: int | None = None, threads: int = 1) -> Machine:
 
 
 def usable_memory(memory: float) -> float:
-    """Bytes for training on a GPU, or a slice of one, of so much memory: what a plan may count on."""
-    return (1 - _SCATTERED) * memory - _CONTEXT
+    """Bytes for training on a GPU or a slice of so much memory: what a plan may count on, half of it at least."""
+    return max((1 - _SCATTERED) * memory - _CONTEXT, memory / 2)
 
 
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

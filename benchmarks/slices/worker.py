@@ -28,6 +28,7 @@ from bapipe.plan import read_plan
 from bapipe.run_record import write_run
 from bapipe.torch.blame import one_line
 from bapipe.torch.capturing import capture
+from bapipe.torch.clocks import gathered
 from bapipe.torch.pipedream_train import train_pipedream
 from bapipe.torch.train import Settings, train
 
@@ -119,12 +120,11 @@ def answered(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def reserved_by_ranks(device: torch.device) -> list[list[int]]:
-    """Of each rank the most bytes that torch's allocator had of the GPU, and those left free; none on a CPU."""
+    """On rank 0, of each rank the most bytes that torch's allocator had of the GPU, and those left free; none on a
+    CPU."""
     if device.type != "cuda":
         return []
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, [torch.cuda.max_memory_reserved(device), torch.cuda.mem_get_info(device)[0]])
-    return told
+    return gathered([torch.cuda.max_memory_reserved(device), torch.cuda.mem_get_info(device)[0]])
 
 
 if __name__ == "__main__":

@@ -73,15 +73,11 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
     weighed = known.workspace is not None and later.workspace is not None
     each = known.layer_workspace is not None and later.layer_workspace is not None
 
-    def phase(field: str) -> Rows | None:
-        """Where a table does not tell forward and backward apart, each may need what either does."""
-        if not each or (getattr(known, field) is None and getattr(later, field) is None):
+    def told_or(field: str, instead: str) -> Rows | None:
+        """Where one table does not tell a figure, what a profile takes for it."""
+        if getattr(known, field) is None and getattr(later, field) is None:
             return None
-        whole = rows("layer_workspace")
-        return tuple(
-            other if getattr(table, field) is None else getattr(table, field)[row]
-            for (_, table, row), other in zip(taken, whole, strict=True)
-        )
+        return tuple((getattr(table, field) or getattr(table, instead))[row] for _, table, row in taken)
 
     def divided(field: str) -> Rows | None:
         """Where a table does not know what dividing costs, in proportion to the nearest size that does."""
@@ -90,12 +86,6 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
             return None
         nearest = {size: min(found, key=lambda other: (abs(other - size), other)) for size in sizes}
         return tuple(tuple(value * size / nearest[size] for value in found[nearest[size]]) for size in sizes)
-
-    def waiting() -> Rows | None:
-        """Where a table does not know what waits for weight gradients, what a profile takes for it."""
-        if known.delayed is None and later.delayed is None:
-            return None
-        return tuple((table.delayed or table.stash)[row] for _, table, row in taken)
 
     same = known.description == later.description
     return replace(
@@ -110,14 +100,14 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         stash=rows("stash"),
         workspace=tuple(_workspace(table)[row] for _, table, row in taken) if weighed else None,
         layer_workspace=rows("layer_workspace") if each else None,
-        forward_workspace=phase("forward_workspace"),
-        backward_workspace=phase("backward_workspace"),
+        forward_workspace=told_or("forward_workspace", "layer_workspace") if each else None,
+        backward_workspace=told_or("backward_workspace", "layer_workspace") if each else None,
         library=later.library or known.library,
         parting=divided("parting"),
         part_forward=divided("part_forward"),
         part_backward=divided("part_backward"),
         part_stash=divided("part_stash"),
-        delayed=waiting(),
+        delayed=told_or("delayed", "stash"),
         optimizer=later.optimizer if later.optimizer == known.optimizer else None,
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
     )

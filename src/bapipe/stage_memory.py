@@ -41,37 +41,39 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     sent, returned = float(chain.boundary_forward[last]), float(chain.boundary_backward[last])
     received = float(chain.boundary_forward[first - 1]) if first else 0.0
     answered = float(chain.boundary_backward[first - 1]) if first else 0.0
-    library = float(chain.library[span].max())
     more_weights = more_stash = 0.0
     if chain.units[first].start > 0 or chain.units[last].stop < chain.units[last].of:
         parts = part_costs(chain, first, last)
         more_weights, more_stash = parts.weights, parts.stash
+    workspace, onward, backward = _workspaces(chain, first, last) + float(chain.library[span].max())
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
         stash=float(stash.sum()) + float(chain.resident_input[first]) + sent + more_stash,
         delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
         buffers=2 * (received + returned + sent + answered),
-        workspace=_workspace(chain, chain.unit_workspace, first, last) + library,
-        forward_workspace=_workspace(chain, chain.forward_workspace, first, last) + library,
-        backward_workspace=_workspace(chain, chain.backward_workspace, first, last) + library,
+        workspace=float(workspace),
+        forward_workspace=float(onward),
+        backward_workspace=float(backward),
     )
 
 
-def _workspace(chain: Chain, each: Floats, first: int, last: int) -> float:
-    """Most of what each layer needs beyond all stashes, while those of the layers after it are not there.
+def _workspaces(chain: Chain, first: int, last: int) -> Floats:
+    """Most of what each layer needs beyond all stashes, while those of the layers after it are not there: at any
+    time, in forwards, in backwards.
 
     What the last layer sends, or the error for it, is part of what it needs, and counts as a message already.
     """
     span = slice(first, last + 1)
     stash = chain.stash[span]
-    needed = np.cumsum(stash) - float(stash.sum()) + each[span]
+    each = (chain.unit_workspace, chain.forward_workspace, chain.backward_workspace)
+    needed = np.cumsum(stash) - float(stash.sum()) + np.stack([values[span] for values in each])
     ends = sum(unit.layer == chain.units[last].layer for unit in chain.units[span])
-    needed[-ends:] -= messages_in_workspace(chain)[last]
+    needed[:, -ends:] -= messages_in_workspace(chain)[last]
     if chain.units[first].start > 0:
         own = sum(unit.layer == chain.units[first].layer for unit in chain.units[span])
-        needed[:own] -= each[first - 1]
-    return max(0.0, float(needed.max()))
+        needed[:, :own] -= np.array([values[first - 1] for values in each])[:, None]
+    return np.asarray(np.maximum(0.0, needed.max(axis=1)), dtype=np.float64)
 
 
 @functools.lru_cache(maxsize=16)

@@ -16,23 +16,24 @@ __all__ = ["Entrance"]
 
 
 class Entrance:
-    """The values of one micro-batch that get errors."""
+    """Catches the errors of one micro-batch."""
 
-    def __init__(self, values: Sequence[Tensor]) -> None:
-        self._about = [(value.shape, value.dtype, value.device) for value in values]
+    def __init__(self) -> None:
+        self._about: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._errors: list[Tensor] = []
-        token = torch.empty(0, requires_grad=True)  # makes what comes out require a gradient
-        self.values: tuple[Tensor, ...] = ()
-        """to run the stage with; let go of them then"""
-        if values:
-            self.values = _Enter.apply(self._errors, token, *values)  # type: ignore[no-untyped-call]
 
-    def leave(self) -> None:
-        """Let go of the values."""
-        self.values = ()
+    def enter(self, received: Sequence[Tensor], takes_error: Sequence[bool]) -> tuple[Tensor, ...]:
+        """What to run the stage with in place of what was received; what takes an error requires a gradient."""
+        wanted = [value for value, takes in zip(received, takes_error, strict=True) if takes]
+        if not wanted:
+            return tuple(received)
+        self._about = [(value.shape, value.dtype, value.device) for value in wanted]
+        token = torch.empty(0, requires_grad=True)  # makes what comes out require a gradient
+        entered = iter(_Enter.apply(self._errors, token, *wanted))  # type: ignore[no-untyped-call]
+        return tuple(next(entered) if takes else value for value, takes in zip(received, takes_error, strict=True))
 
     def errors(self) -> tuple[Tensor, ...]:
-        """After the backward: one for each value, zeros where nothing has come back."""
+        """After the backward: one for each value that takes one, zeros where nothing has come back."""
         if self._errors:
             return tuple(self._errors)
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self._about)

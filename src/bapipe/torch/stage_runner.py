@@ -176,13 +176,8 @@ class StageRunner:
             made = self._run(microbatch, self._tracked(received), count=count, buffers=buffers)
             self._live[microbatch] = (received, made)
             return made
-        entrance = Entrance([value for value, wanted in zip(received, self._takes_error, strict=True) if wanted])
-        entered = iter(entrance.values)
-        values = tuple(
-            next(entered) if wanted else value for value, wanted in zip(received, self._takes_error, strict=True)
-        )
-        entrance.leave()
-        self._entrances[microbatch] = entrance
+        entrance = self._entrances[microbatch] = Entrance()
+        values = entrance.enter(received, self._takes_error)
         made = self._run(microbatch, values, count=count, buffers=buffers)
         self._live[microbatch] = ((), made)
         return made

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from bapipe.torch.measure.memory import storage_of
+
 __all__ = ["WeightStash"]
 
 
@@ -101,18 +103,17 @@ def _copied(tensors: Iterable[Tensor]) -> list[Tensor]:
     tensors = [item.data for item in tensors]
     held: dict[int, int] = {}
     for item in tensors:
-        address = item.untyped_storage().data_ptr()
+        address, _ = storage_of(item)
         held[address] = held.get(address, 0) + item.nbytes
     pieces: dict[int, torch.UntypedStorage] = {}
     copies = []
     for item in tensors:
-        storage = item.untyped_storage()
-        address = storage.data_ptr()
-        if 2 * held[address] < storage.nbytes():
+        address, nbytes = storage_of(item)
+        if 2 * held[address] < nbytes:
             copies.append(item.clone())
             continue
         if address not in pieces:
-            pieces[address] = storage.clone()  # type: ignore[no-untyped-call]
+            pieces[address] = item.untyped_storage().clone()  # type: ignore[no-untyped-call]
         place = item.storage_offset(), item.shape, item.stride()
         copies.append(torch.empty(0, dtype=item.dtype, device=item.device).set_(pieces[address], *place))
     return copies

@@ -27,6 +27,9 @@ from bapipe.torch.capturing.stage_graph import StageGraph, copy_step, load, seed
 
 __all__ = ["copy_part", "partial_values"]
 
+_MAKERS = frozenset({"aten.dropout", "aten.cat", "aten.add", "aten.mul"})
+"""operations that are usual before an LSTM and return memory of their own"""
+
 
 def partial_values(program: Program, rule: PartRule, done: int) -> tuple[Value, ...]:
     """What crosses a cut within the layer besides what crosses before it: the result of the first `done` channels.
@@ -79,10 +82,6 @@ def copy_part(
         else:
             own[node] = _copy_sliced(build, rule, step, node, own, start, stop)
     return _joined(build, rule, own[rule.output], states, before, start, stop)
-
-
-_MAKERS = frozenset({"aten.dropout", "aten.cat", "aten.add", "aten.mul"})
-"""operations that are usual before an LSTM and return memory of their own"""
 
 
 def _call(build: StageGraph, function: Callable[..., Any], *args: Any) -> fx.Node:

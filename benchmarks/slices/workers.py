@@ -59,7 +59,7 @@ class Workers:
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Rank 0's answer. Where a rank dies or the time is up: the `error` on one line, and the ends of what the
         ranks have said, which go to standard error, too; the next request finds new workers."""
-        if self._dead():  # after its last answer, which is no fault of this request
+        if self._dead():  # of what was asked before
             self._start_anew()
         number = self._asked
         self._asked += 1
@@ -90,7 +90,7 @@ class Workers:
         else:
             error = f"no answer within {seconds:.0f} s"
         print(f"{error}\n{told}", file=sys.stderr, flush=True)
-        self._start_anew()
+        self._kill()
         return {"error": error, "log": told}
 
     def _start_anew(self) -> None:

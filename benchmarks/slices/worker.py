@@ -29,6 +29,7 @@ from bapipe.run_record import write_run
 from bapipe.torch.blame import one_line
 from bapipe.torch.capturing import capture
 from bapipe.torch.clocks import gathered
+from bapipe.torch.measure.private import release_workspaces
 from bapipe.torch.pipedream_train import train_pipedream
 from bapipe.torch.train import Settings, train
 
@@ -105,6 +106,7 @@ def answered(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
         return measure_links(device, rounds=request["links"])
     gc.collect()
     if device.type == "cuda":
+        release_workspaces()  # of what was asked before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)

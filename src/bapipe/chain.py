@@ -71,6 +71,8 @@ class Chain:
     forward_workspace: Floats
     """of these, what its forward needs, and below its backward"""
     backward_workspace: Floats
+    phases_told: bool
+    """whether the two were measured: with gradients there already, to which a backward adds its own"""
     library: Floats
     """bytes that libraries keep once the unit's layer has run; all layers of a stage have the same"""
     part_forward: Floats
@@ -203,6 +205,7 @@ def make_chain(
         unit_workspace=np.max([cost.layer_workspace for cost in costs], axis=0)[layers] * done,
         forward_workspace=np.max([cost.forward_workspace for cost in costs], axis=0)[layers] * done,
         backward_workspace=np.max([cost.backward_workspace for cost in costs], axis=0)[layers] * done,
+        phases_told=all(cost.phases_told for cost in costs),
         library=library[layers],
         part_forward=np.array([cost.part_forward[layers] for cost in costs]),
         part_backward=np.array([cost.part_backward[layers] for cost in costs]),

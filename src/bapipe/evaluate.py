@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bapipe.chain import Chain, apart_from, holds_all_weights, part_costs
 from bapipe.cluster import Cluster, Link
@@ -303,7 +302,13 @@ def _memory(
     for index, ranks in enumerate(schedule.placement):
         for rank in ranks:
             by_rank[rank] += static[index]
-    peaks = [_peak_beside_features(rank, schedule, needed) for rank in range(schedule.num_ranks)]
+    again = [stage.recompute for stage in candidate.stages]
+    peaks = [
+        _peak_after_forwards(schedule, rank, needed, again)
+        if candidate.chain.phases_told and _forwards_first(schedule, rank)
+        else max((needed[index].workspace for index in schedule.stages_of(rank)), default=0.0)
+        for rank in range(schedule.num_ranks)
+    ]
     memory = tuple(
         max(by_rank[rank] + features[rank] + peaks[rank] for rank in ranks) for ranks in schedule.placement
     )
@@ -312,26 +317,34 @@ def _memory(
     return memory, live
 
 
-def _peak_beside_features(rank: int, schedule: Schedule, needed: Sequence[StageBytes]) -> float:
-    """What the workspace adds to weights, gradients and features on a rank.
+def _forwards_first(schedule: Schedule, rank: int) -> bool:
+    """Whether all of a rank's forwards of a mini-batch come before its first backward, and in one lane with it."""
+    lanes = [lane.kinds for lane in schedule.lanes if lane.rank == rank and (lane.kinds == Kind.F).any()]
+    if len(lanes) != 1 or not schedule.flushes:
+        return False
+    backwards = np.flatnonzero((lanes[0] == Kind.B) | (lanes[0] == Kind.I))
+    return backwards.size > 0 and not bool((lanes[0][backwards[0] :] == Kind.F).any())
 
-    Where all forwards come before the first backward, as with GPipe, there are no gradients while they run: memory
-    for them is given when the first backward makes them.
+
+def _peak_after_forwards(
+    schedule: Schedule, rank: int, needed: Sequence[StageBytes], recompute: Sequence[bool]
+) -> float:
+    """What the workspace adds to weights, gradients, messages and features where all forwards come first.
+
+    There are no gradients while they run: the first backward makes them, and with the second there is a
+    micro-batch less. All that comes from the stage before has come by then, and no error waits for its turn.
     """
-    own = [needed[index] for index in schedule.stages_of(rank)]
-    lanes = [lane.kinds for lane in schedule.lanes if lane.rank == rank]
-    if len(lanes) != 1 or not schedule.flushes or not _forwards_first(lanes[0]):
-        return max((item.workspace for item in own), default=0.0)
-    gradients = sum(item.weights for item in own)
-    return max(
-        max(item.forward_workspace for item in own) - gradients, max(item.backward_workspace for item in own)
-    )
-
-
-def _forwards_first(kinds: NDArray[np.int64]) -> bool:
-    """Whether there are backwards in a lane, and no forward after the first of them."""
-    backwards = np.flatnonzero((kinds == Kind.B) | (kinds == Kind.I))
-    return backwards.size > 0 and not bool((kinds[backwards[0] :] == Kind.F).any())
+    stages = schedule.stages_of(rank)
+    gradients = sum(needed[index].weights for index in stages)
+    peaks = [needed[index].forward_workspace - gradients for index in stages]
+    peaks += [needed[index].first_backward_workspace for index in stages]
+    forwards = sum(int((lane.kinds == Kind.F).sum()) for lane in schedule.lanes if lane.rank == rank)
+    if forwards > len(stages):
+        peaks += [needed[index].workspace - needed[index].kept for index in stages if recompute[index]]
+        peaks += [
+            needed[index].backward_workspace - needed[index].stash for index in stages if not recompute[index]
+        ]
+    return max(peaks) - sum(needed[index].ahead for index in stages)
 
 
 def plan_timeline(plan: Plan) -> Timeline:

@@ -107,6 +107,8 @@ class LayerCosts:
     layer_workspace: Floats
     forward_workspace: Floats
     backward_workspace: Floats
+    phases_told: bool
+    """whether these two were measured, and are not the workspace again"""
     library: Floats
     part_forward: Floats
     """0 where it was not measured, as are the two below"""
@@ -219,6 +221,7 @@ class Profile:
             layer_workspace=each,
             forward_workspace=each if table.forward_workspace is None else mixed(table.forward_workspace),
             backward_workspace=each if table.backward_workspace is None else mixed(table.backward_workspace),
+            phases_told=table.forward_workspace is not None and table.backward_workspace is not None,
             library=np.zeros(len(self.layers)) if table.library is None else np.array(table.library),
             part_forward=mixed_or_none(table.part_forward),
             part_backward=mixed_or_none(table.part_backward),

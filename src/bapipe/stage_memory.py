@@ -26,12 +26,16 @@ class StageBytes:
     """per live micro-batch where the stage recomputes: its input"""
     buffers: float
     """messages under way: two received ahead and two being sent, each way"""
+    ahead: float
+    """of these, those received ahead"""
     workspace: float
     """most that a layer needs for a moment beyond the features of all layers, while those after it hold none; and
     what libraries keep"""
     forward_workspace: float
     """the same of forwards alone, and below of backwards"""
     backward_workspace: float
+    first_backward_workspace: float
+    """of a backward that makes the gradients: less those of the layers up to the one that is at work"""
 
 
 def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
@@ -45,22 +49,25 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     if chain.units[first].start > 0 or chain.units[last].stop < chain.units[last].of:
         parts = part_costs(chain, first, last)
         more_weights, more_stash = parts.weights, parts.stash
-    workspace, onward, backward = _workspaces(chain, first, last) + float(chain.library[span].max())
+    workspace, onward, backward, anew = _workspaces(chain, first, last)
+    library = float(chain.library[span].max())
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
         stash=float(stash.sum()) + float(chain.resident_input[first]) + sent + more_stash,
         delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
         buffers=2 * (received + returned + sent + answered),
-        workspace=float(workspace),
-        forward_workspace=float(onward),
-        backward_workspace=float(backward),
+        ahead=2 * (received + returned),
+        workspace=workspace + library,
+        forward_workspace=onward + library,
+        backward_workspace=backward + library,
+        first_backward_workspace=anew + library,
     )
 
 
-def _workspaces(chain: Chain, first: int, last: int) -> Floats:
-    """Most of what each layer needs beyond all stashes, while those of the layers after it are not there: at any
-    time, in forwards, in backwards.
+def _workspaces(chain: Chain, first: int, last: int) -> tuple[float, float, float, float]:
+    """Most of what a layer needs beyond all stashes, while those of the layers after it are not there: at any
+    time, in forwards, in backwards, and in a backward that makes the gradients, which all count as being there.
 
     What the last layer sends, or the error for it, is part of what it needs, and counts as a message already.
     """
@@ -73,7 +80,9 @@ def _workspaces(chain: Chain, first: int, last: int) -> Floats:
     if chain.units[first].start > 0:
         own = sum(unit.layer == chain.units[first].layer for unit in chain.units[span])
         needed[:, :own] -= np.array([values[first - 1] for values in each])[:, None]
-    return np.asarray(np.maximum(0.0, needed.max(axis=1)), dtype=np.float64)
+    anew = float((needed[2] - np.cumsum(chain.weight_bytes[span])).max())
+    whole, onward, backward = np.maximum(0.0, needed.max(axis=1)).tolist()
+    return whole, onward, backward, anew
 
 
 @functools.lru_cache(maxsize=16)

@@ -16,7 +16,7 @@ from bapipe.explore.divided import refined
 from bapipe.files import content_hash, plain_values
 from bapipe.model import Split
 from bapipe.plan import Plan
-from bapipe.profile import Profile, read_profile, write_profile
+from bapipe.profile import CostTable, Profile, read_profile, write_profile
 from bapipe.profile_merge import merge_profiles
 from bapipe.recalibrate import predict_again, recalibrate
 from bapipe.schedule.orders import SCHEDULES
@@ -251,24 +251,34 @@ def test_output_channels_are_divided_as_they_were_timed() -> None:
     assert edges(replace(timed, accelerators={"x": bare})) == [1, 2, 3, 4]
 
 
-def test_forwards_without_gradients_need_less_memory() -> None:
-    """GPipe runs all forwards before there is memory for gradients; 1F1B has had a backward by then."""
-    profile = divided_profile()
-    table = replace(
-        profile.table("x"),
-        layer_workspace=((0.0, 100.0, 0.0),),
-        forward_workspace=((0.0, 100.0, 0.0),),
-        backward_workspace=((0.0, 30.0, 0.0),),
-    )
-    told = replace(profile, accelerators={"x": table})
-    untold = replace(profile, accelerators={"x": replace(table, forward_workspace=None, backward_workspace=None)})
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "forward", "backward", "less"),
+    [
+        pytest.param("gpipe", 4, 900.0, 30.0, "no gradients", id="forwards"),
+        pytest.param("gpipe", 4, 30.0, 900.0, "a micro-batch", id="second backward"),
+        pytest.param("gpipe", 1, 30.0, 900.0, "no gradients", id="only backward"),
+        pytest.param("1f1b-sno", 4, 30.0, 900.0, "nothing", id="1f1b"),
+    ],
+)
+def test_orders_that_run_all_forwards_first_need_less_memory(
+    schedule: str, microbatches: int, forward: float, backward: float, less: str
+) -> None:
+    """GPipe makes gradients with its first backward, and at the second a micro-batch is gone; no message waits.
 
-    def memory(profile: Profile, schedule: str) -> float:
-        chain = make_chain(profile, ["x"], 1)
-        stages = (StageChoice(first=0, last=1, accelerators=(0,)), StageChoice(first=2, last=2, accelerators=(1,)))
-        candidate = Candidate(label="made", chain=chain, stages=stages, schedule=SCHEDULES[schedule](2, 4))
+    1F1B has had a backward by the time that memory is full. Where a profile does not tell the phases, nothing of it
+    is known.
+    """
+    profile = divided_profile()
+    table = replace(profile.table("x"), stash=((1.0, 2.0, 4.0),), layer_workspace=((0.0, 900.0, 0.0),))
+    told = replace(table, forward_workspace=((0.0, forward, 0.0),), backward_workspace=((0.0, backward, 0.0),))
+    stages = (StageChoice(first=0, last=1, accelerators=(0,)), StageChoice(first=2, last=2, accelerators=(1,)))
+
+    def memory(table: CostTable) -> float:
+        chain = make_chain(replace(profile, accelerators={"x": table}), ["x"], 1)
+        order = SCHEDULES[schedule](2, microbatches)
+        candidate = Candidate(label="made", chain=chain, stages=stages, schedule=order)
         return evaluate(candidate, Hardware(cluster=cluster(2))).memory[0]
 
-    gradients = 8.0 + 40.0
-    assert memory(untold, "gpipe") - memory(told, "gpipe") == min(gradients, 100.0 - 30.0)
-    assert memory(untold, "1f1b-sno") == memory(told, "1f1b-sno")
+    gradients, held, ahead = 8.0 + 40.0, 1.0 + 2.0 + 40.0, 2 * 40.0
+    expected = {"nothing": 0.0, "a micro-batch": held + ahead, "no gradients": gradients + ahead}[less]
+    assert memory(table) - memory(told) == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ class RankMemory:
     weights: float
     """every version that the schedule keeps"""
     gradients: float
+    """those that are there when the memory is fullest"""
     optimizer: float
     buffers: float
     """for what is received ahead, and the largest layer's workspace where a profile tells it"""
@@ -75,7 +76,7 @@ def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
         series = timeline.bytes_over_time(
             [item or 0.0 for item in stash], [item or 0.0 for item in kept], [item or 0.0 for item in later]
         )
-        ranks = _ranks(plan, series)
+        ranks = tuple(_at_the_peak(plan, rank) for rank in _ranks(plan, series))
         if _agrees(plan, ranks):
             return MemoryView(ranks=ranks, exact=True)
     return MemoryView(ranks=_inferred(plan, timeline), exact=False)
@@ -104,6 +105,15 @@ def _ranks(plan: Plan, series: list[tuple[Floats, Floats]]) -> tuple[RankMemory,
             )
         )
     return tuple(found)
+
+
+def _at_the_peak(plan: Plan, rank: RankMemory) -> RankMemory:
+    """Without the gradients and buffers that are not there yet, or not any more, when features fill the memory: in
+    orders that run all forwards first."""
+    over = max(0.0, rank.peak - max(plan.stages[number].memory_bytes for number in rank.stages))
+    gradients = max(0.0, rank.gradients - over)
+    buffers = max(0.0, rank.buffers - (over - (rank.gradients - gradients)))
+    return replace(rank, gradients=gradients, buffers=buffers)
 
 
 def _agrees(plan: Plan, ranks: tuple[RankMemory, ...]) -> bool:

@@ -26,6 +26,7 @@ from bapipe.schedule.actions import Action
 from bapipe.torch.capturing import Captured
 from bapipe.torch.capturing.stages import Slice
 from bapipe.torch.executor import Executor, RankTrace
+from bapipe.torch.gpu_memory import keep_in_pages
 from bapipe.torch.join import device_of, join
 from bapipe.torch.loss import LossFunction, LossSum
 from bapipe.torch.microbatches import split_inputs, split_targets
@@ -89,6 +90,7 @@ class Pipeline:
         self._sizes = microbatch_sizes(self.plan)
         self.rank = join(self.plan, timeout)
         self.device = device_of(self.plan, device)
+        keep_in_pages(self.device)
         self.stages = self._schedule.stages_of(self.rank)
         """the (virtual) stages of this rank"""
         self.steps = 0

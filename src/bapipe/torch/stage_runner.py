@@ -52,8 +52,6 @@ class StageRunner:
         self.made_dtypes: tuple[torch.dtype, ...] = ()
         """of what the last forward made, before it was converted"""
         self._upload = None if device is None else Upload(device)
-        self._fresh = {"forward", "backward"} if device is not None and device.type == "cuda" else set()
-        """what it has not run yet"""
         self._modules = modules
         self._evaluation = evaluation or {}
         self._sizes = tuple(sizes)
@@ -122,7 +120,6 @@ class StageRunner:
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage, detached; nothing at the last stage, which keeps its loss."""
-        self._make_room_once("forward")
         if self.recompute:
             self._before[microbatch] = {name: buffer.clone() for name, buffer in self._written.items()}
             with torch.no_grad():
@@ -132,13 +129,6 @@ class StageRunner:
             made = self._run_for_backward(microbatch, received, count=True)
         self.peak_live = max(self.peak_live, len(self._live))
         return () if self._loss is not None else self._sent(made)
-
-    def _make_room_once(self, what: str) -> None:
-        """Before it runs first: cuDNN picks an algorithm then, and keeps it, of those that fit into free memory,
-        and memory that torch's allocator has kept for later is not free."""
-        if what in self._fresh:
-            self._fresh.discard(what)
-            torch.cuda.empty_cache()
 
     def _sent(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.sent_dtypes is None:
@@ -226,7 +216,6 @@ class StageRunner:
 
         `errors` are for the sent values that have a gradient; what got none goes back as zeros.
         """
-        self._make_room_once("backward")
         received, made = self._live[microbatch]
         outputs, given = self._roots_of_backward(made, errors)
         if outputs:
@@ -238,7 +227,6 @@ class StageRunner:
     def input_gradient(self, microbatch: int, errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The first part of the backward: the errors for the stage before. The micro-batch stays live."""
         assert self._parted, "a runner must know from its forward on that a backward will be done in two parts"
-        self._make_room_once("backward")
         received, made = self._live[microbatch]
         outputs, given = self._roots_of_backward(made, errors)
         wanted = [value for value in received if value.requires_grad]

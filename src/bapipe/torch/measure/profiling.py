@@ -14,6 +14,7 @@ from bapipe.model import ModelRef
 from bapipe.profile import Profile
 from bapipe.torch.capturing.private import load_tracer
 from bapipe.torch.dtypes import find_dtype
+from bapipe.torch.gpu_memory import keep_in_pages
 from bapipe.torch.measure.assemble import to_profile
 from bapipe.torch.measure.chain import Chain, chain_of
 from bapipe.torch.measure.environment import accelerator_name, environment_of, find_device, plain_fp32
@@ -114,6 +115,7 @@ def profile_module(
         torch.set_num_threads(threads)
     if where.type == "cuda":
         plain_fp32(dtype)
+    keep_in_pages(where)
     try:
         chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind)
     except Exception as error:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
+from bapipe.torch.gpu_memory import mappable
 from bapipe.torch.transport.copies import CopyStream
 from bapipe.torch.transport.lanes import Lane, close_lanes, result_of
 from bapipe.torch.transport.packing import message_of, packed_size, unpacked
@@ -73,7 +74,7 @@ class _Slot:
         if self.buffer.numel() >= nbytes:
             return
         with torch.cuda.stream(copies.stream):
-            self.buffer = torch.empty(-(-nbytes // _GRAIN) * _GRAIN, dtype=torch.uint8, device=device)
+            self.buffer = mappable(-(-nbytes // _GRAIN) * _GRAIN, device)
             self._handle = share_memory(self.buffer)
         self._made += 1
 
@@ -234,7 +235,7 @@ def ipc_problem(device: torch.device) -> str | None:
     problem: str | None = None
     handle = b""
     try:
-        own = torch.full((_GRAIN,), rank % 251, dtype=torch.uint8, device=device)
+        own = mappable(_GRAIN, device).fill_(rank % 251)
         torch.cuda.synchronize(device)
         handle = share_memory(own)
     except (RuntimeError, OSError, AttributeError) as error:

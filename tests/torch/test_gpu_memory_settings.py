@@ -1,0 +1,44 @@
+"""What can be told of the allocator's settings without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bapipe.torch import gpu_memory
+
+
+@pytest.fixture
+def switched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch was told; it is told nothing in fact."""
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(gpu_memory, "_in_pages", type(gpu_memory._in_pages)())
+    for name in gpu_memory._SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    return told
+
+
+def test_pages_once_for_a_process(switched: list[str]) -> None:
+    for _ in range(2):
+        gpu_memory.keep_in_pages(torch.device("cuda"))
+    assert switched == ["expandable_segments:True"]
+
+
+def test_a_cpu_has_none(switched: list[str]) -> None:
+    gpu_memory.keep_in_pages(torch.device("cpu"))
+    assert switched == []
+
+
+def test_the_users_own_settings_stay(switched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    gpu_memory.keep_in_pages(torch.device("cuda"))
+    assert switched == []
+
+
+def test_torch_takes_the_setting() -> None:
+    """A private part of torch: this fails where it has moved or takes another text."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    with pytest.raises((RuntimeError, ValueError), match=r"expandable_segments|boolean|True"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:perhaps")

@@ -124,6 +124,8 @@ def test_progress_is_what_was_noted_last() -> None:
     assert progress.current[:2] == ("before step 2", None)
     progress.note_action(Action.parse("1U"))
     assert progress.current[:2] == ("action 1U of step 2", 1)
+    progress.step = 3  # PipeDream's goes on without a pause
+    assert progress.current[0] == "action 1U of step 3"
     progress.note("a very long note " * 20)
     assert progress.current[0].startswith("a very long note a very")
 

@@ -265,8 +265,8 @@ def test_orders_that_run_all_forwards_first_need_less_memory(
 ) -> None:
     """GPipe makes gradients with its first backward, and at the second a micro-batch is gone; no message waits.
 
-    1F1B has had a backward by the time that memory is full. Where a profile does not tell the phases, nothing of it
-    is known.
+    1F1B has had a backward by the time that memory is full. Where a profile does not tell the phases, nothing of
+    it is known.
     """
     profile = divided_profile()
     table = replace(profile.table("x"), stash=((1.0, 2.0, 4.0),), layer_workspace=((0.0, 900.0, 0.0),))

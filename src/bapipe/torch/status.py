@@ -46,7 +46,6 @@ class Progress:
     def __init__(self, path: Path | None) -> None:
         """Without a path it is only remembered."""
         self.path = path
-        self.step = 0
         self._codes: dict[int, tuple[Action, int]] = {}
         """by the identity of an action: a schedule's order has each many times"""
         memory: mmap.mmap | bytearray = bytearray(_SIZE)
@@ -62,8 +61,17 @@ class Progress:
 
     def begin(self, step: int) -> None:
         """A new mini-batch."""
-        self.step = self._numbers[1] = step
+        self.step = step
         self.note(f"before step {step}")
+
+    @property
+    def step(self) -> int:
+        """The mini-batch."""
+        return self._numbers[1]
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._numbers[1] = step
 
     def note(self, text: str) -> None:
         """Something other than an action."""

@@ -22,7 +22,9 @@ _BUCKETS = 8
 """of gradients that are summed at once"""
 _SIDE = 4096
 """of the matrices that keep a GPU busy"""
-_LOADED_SECONDS = 2.0
+_SUMS = 8
+"""rounds of them, at most"""
+_LOADED_SECONDS = 5.0
 """that measuring beside compute may take"""
 
 
@@ -43,10 +45,10 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     dist.barrier()
     buckets = [torch.zeros(BUCKET_BYTES // 4, device=device) for _ in range(_BUCKETS)]
     moved = 2 * (world - 1) / world * sum(bucket.nbytes for bucket in buckets)
-    idle = _reduced(buckets, max(2, rounds // _BUCKETS), load=lambda: None)
-    busy = _reduced(
-        buckets, max(2, min(rounds // _BUCKETS, int(_LOADED_SECONDS / (4 * idle)))), load=_load(device, 4 * idle)
-    )
+    sums = min(rounds, _SUMS)
+    idle = _reduced(buckets, sums, load=lambda: None)
+    possible = max(2, int(_LOADED_SECONDS / (4 * idle)))
+    busy = _reduced(buckets, min(sums, possible), load=_load(device, 4 * idle))
     if device.type == "cuda":
         torch.cuda.synchronize()
     return {

@@ -98,15 +98,15 @@ def measured_cells(name: str, found: Measured) -> tuple[Cell, ...]:
         slowed = [cell for run in TABLE3 for cell in _speedups(run, found.emulated, "measured, emulated links")]
         return (*real, *(cell for cell in slowed if cell.ours is not None))
     if name == "table4":
+        printed = {(system, count): layers for system, row in TABLE4.items() for count, layers in row.items()}
         return tuple(
             Cell(
                 row=system,
-                column=f"L, {count} slices, measured",
-                paper=float(layers),
-                ours=found.largest.get((system, count)),
+                column=f"L, {count} slice{'s' if count > 1 else ''}, measured",
+                paper=printed.get((system, count)),
+                ours=found.largest.get((system if count > 1 else "DP", count)),  # all are one on one slice
             )
-            for system, printed in TABLE4.items()
-            for count, layers in printed.items()
+            for system, count in dict.fromkeys((*printed, *found.largest))
         )
     return ()
 

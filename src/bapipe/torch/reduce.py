@@ -102,22 +102,28 @@ def _put(parameter: nn.Parameter, part: Tensor) -> None:
 
 
 class _Sum:
-    """One all-reduce under way: some parameters' gradients, missing ones as zeros, and what is given besides."""
+    """Gradients that are being summed, missing ones as zeros, and what is given besides.
+
+    They go in pieces of a bucket, all under way at once: gloo copies one to or from the GPU while it sums another.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *besides: Tensor) -> None:
         self.parameters = parameters
         parts = [*(_gradient(item).reshape(-1) for item in parameters), *besides]
         self._sizes = [part.numel() for part in parts]
         self._flat = torch.cat(parts)
+        self._works: list[dist.Work] = []
         with guarded(None):
-            work = dist.all_reduce(self._flat, group=group, async_op=True)
-        assert work is not None
-        self._work = work
+            for piece in torch.split(self._flat, BUCKET_BYTES // self._flat.element_size()):
+                work = dist.all_reduce(piece, group=group, async_op=True)
+                assert work is not None
+                self._works.append(work)
 
     def wait(self) -> tuple[Tensor, ...]:
         """The sums, one after another."""
         with guarded(None):
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         return torch.split(self._flat, self._sizes)
 
 

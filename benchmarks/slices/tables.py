@@ -40,12 +40,10 @@ def largest_table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         short = ", ".join(str(item["layers"]) for item in row["tried"] if item["outcome"] == "out of memory")
-        best = row["layers"]
+        system, count, planned, best = (row[key] for key in ("system", "slices", "predicted", "layers"))
         size = "" if best is None else f"{parameters(best) / 1e9:.2f} G"
         times = "" if best is None else f"{best / alone:.2f}"
-        lines.append(
-            f"| {row['system']} | {row['slices']} | {row['predicted']} | {best or ''} | {size} | {times} | {short} |"
-        )
+        lines.append(f"| {system} | {count} | {planned} | {best or ''} | {size} | {times} | {short} |")
     return "\n".join(lines) + "\n"
 
 

@@ -32,6 +32,9 @@ for index, item in enumerate(parameters):
     assert torch.equal(item.grad, weight * torch.arange(len(item), dtype=torch.float32)), (index, item.grad)
 pieces = [len(part._works) for part in [reduce._Sum(parameters[:2], dist.group.WORLD)] if part.wait()]
 assert pieces == [11], pieces  # 104 elements, ten at a time
+dist.barrier()
+del reducer  # which holds the group
+dist.destroy_process_group()
 """
 
 

@@ -15,6 +15,7 @@ def switched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(gpu_memory, "_in_pages", type(gpu_memory._in_pages)())
+    monkeypatch.setattr(gpu_memory, "_try", lambda device: None)
     for name in gpu_memory._SETTINGS:
         monkeypatch.delenv(name, raising=False)
     return told
@@ -24,6 +25,16 @@ def test_pages_once_for_a_process(switched: list[str]) -> None:
     for _ in range(2):
         gpu_memory.keep_in_pages(torch.device("cuda"))
     assert switched == ["expandable_segments:True"]
+
+
+def test_a_driver_without_pages(switched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(gpu_memory, "_try", refuse)
+    gpu_memory.keep_in_pages(torch.device("cuda"))
+    assert switched == ["expandable_segments:True", "expandable_segments:False"]
+    assert not gpu_memory._in_pages.is_set()
 
 
 def test_a_cpu_has_none(switched: list[str]) -> None:

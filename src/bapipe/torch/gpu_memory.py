@@ -23,17 +23,26 @@ from torch import Tensor
 __all__ = ["keep_in_pages", "mappable"]
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_LARGE = 2**25
+"""bytes that are not taken out of a segment for small things"""
 _in_pages = threading.Event()
 _switching = threading.Lock()
 
 
 def keep_in_pages(device: torch.device) -> None:
-    """From now on, for the whole process. Nothing happens on a CPU, or where users have settings of their own."""
+    """From now on, for the whole process. Nothing happens on a CPU, where users have settings of their own, or
+    where the driver has no pages to give."""
     if device.type != "cuda" or any(os.environ.get(name) for name in _SETTINGS):
         return
     with _switching:
-        if not _in_pages.is_set() and torch.cuda.get_allocator_backend() == "native":
-            _switch(on=True)
+        if _in_pages.is_set() or torch.cuda.get_allocator_backend() != "native":
+            return
+        _switch(on=True)
+        try:
+            _try(device)
+        except RuntimeError:
+            _switch(on=False)
+        else:
             _in_pages.set()
 
 
@@ -52,6 +61,11 @@ def mappable(nbytes: int, device: torch.device) -> Tensor:
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
         finally:
             _switch(on=True)
+
+
+def _try(device: torch.device) -> None:
+    """Take new memory; a RuntimeError says that there is none of this kind."""
+    torch.empty(_LARGE, dtype=torch.uint8, device=device)
 
 
 def _switch(*, on: bool) -> None:

@@ -15,7 +15,7 @@ def switched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(gpu_memory, "_in_pages", type(gpu_memory._in_pages)())
-    monkeypatch.setattr(gpu_memory, "_try", lambda device: None)
+    monkeypatch.setattr(gpu_memory, "_try", lambda _: None)
     for name in gpu_memory._SETTINGS:
         monkeypatch.delenv(name, raising=False)
     return told
@@ -28,7 +28,7 @@ def test_pages_once_for_a_process(switched: list[str]) -> None:
 
 
 def test_a_driver_without_pages(switched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: torch.device) -> None:
+    def refuse(_: torch.device) -> None:
         raise RuntimeError("CUDA driver error: operation not supported")
 
     monkeypatch.setattr(gpu_memory, "_try", refuse)

@@ -64,6 +64,8 @@ class Chain:
     """bytes that enter the unit when a stage starts with it"""
     resident_input: Floats
     """bytes per micro-batch that a stage keeps on top when it starts inside a split layer"""
+    passing: Floats
+    """of boundary_forward after the unit's layer, bytes that only pass the layer by"""
     workspace: float
     """bytes that the largest unit needs for a moment, and libraries for good"""
     unit_workspace: Floats
@@ -179,8 +181,11 @@ def make_chain(
     forward_in = into(forward_out, profile.input_bytes * microbatch)
     backward_in = into(backward_out, 0.0)
     inside = done < 1
-    boundary_forward = np.where(inside, forward_in[layers] + done * forward_out[layers], forward_out[layers])
-    boundary_backward = np.where(inside, backward_in[layers] + done * backward_out[layers], backward_out[layers])
+    passing = np.max([cost.passing_forward for cost in costs], axis=0)
+    made = (forward_out - passing)[layers]
+    made_back = (backward_out - np.max([cost.passing_backward for cost in costs], axis=0))[layers]
+    boundary_forward = np.where(inside, forward_in[layers] + done * made, forward_out[layers])
+    boundary_backward = np.where(inside, backward_in[layers] + done * made_back, backward_out[layers])
     boundary_forward[-1] = boundary_backward[-1] = 0.0
     library = np.max([cost.library for cost in costs], axis=0)
     shared = np.array([layer.weight_bytes if holds_all_weights(layer) else 0.0 for layer in profile.layers])
@@ -199,8 +204,9 @@ def make_chain(
         delayed=np.max([cost.delayed for cost in costs], axis=0)[layers] * share,
         boundary_forward=boundary_forward,
         boundary_backward=boundary_backward,
-        input_bytes=np.where(begun > 0, forward_in[layers] + begun * forward_out[layers], forward_in[layers]),
+        input_bytes=np.where(begun > 0, forward_in[layers] + begun * made, forward_in[layers]),
         resident_input=np.where(begun > 0, forward_in[layers], 0.0),
+        passing=passing[layers],
         workspace=max(cost.workspace for cost in costs) + float(library.max()),
         unit_workspace=np.max([cost.layer_workspace for cost in costs], axis=0)[layers] * done,
         forward_workspace=np.max([cost.forward_workspace for cost in costs], axis=0)[layers] * done,

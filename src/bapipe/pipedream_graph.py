@@ -339,6 +339,8 @@ def _scaled(table: CostTable, sizes: tuple[int, ...]) -> CostTable:
         weight_gradient=None if table.weight_gradient is None else times(table.weight_gradient),
         parting=None if table.parting is None else times(table.parting),
         delayed=None if table.delayed is None else bytes_(table.delayed),
+        passing_forward=None if table.passing_forward is None else bytes_(table.passing_forward),
+        passing_backward=None if table.passing_backward is None else bytes_(table.passing_backward),
         workspace=None if table.workspace is None else tuple(table.workspace[-1] * size / base for size in sizes),
         layer_workspace=None if table.layer_workspace is None else bytes_(table.layer_workspace),
         forward_workspace=None if table.forward_workspace is None else bytes_(table.forward_workspace),

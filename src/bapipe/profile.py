@@ -86,6 +86,9 @@ class CostTable:
     delayed: Rows | None = None
     """bytes that are kept per micro-batch from the input gradient to a weight gradient that comes later; None: not
     known, taken as what the whole backward keeps"""
+    passing_forward: Rows | None = None
+    """of boundary_forward, bytes that only pass the layer by, and below of boundary_backward; None: taken as 0"""
+    passing_backward: Rows | None = None
     not_fitting: tuple[int, ...] = ()
     """sizes that ran out of memory when measured"""
 
@@ -115,6 +118,8 @@ class LayerCosts:
     part_backward: Floats
     part_stash: Floats
     delayed: Floats
+    passing_forward: Floats
+    passing_backward: Floats
     source: Source
     interpolated: bool
 
@@ -152,7 +157,7 @@ class Profile:
         for field_name in (
             "forward", "backward", "boundary_forward", "boundary_backward", "stash", "weight_gradient", "parting",
             "layer_workspace", "forward_workspace", "backward_workspace", "part_forward", "part_backward",
-            "part_stash", "delayed",
+            "part_stash", "delayed", "passing_forward", "passing_backward",
         ):  # fmt: skip
             rows = getattr(table, field_name)
             if rows is None:
@@ -227,6 +232,8 @@ class Profile:
             part_backward=mixed_or_none(table.part_backward),
             part_stash=mixed_or_none(table.part_stash),
             delayed=mixed(table.stash if table.delayed is None else table.delayed),
+            passing_forward=mixed_or_none(table.passing_forward),
+            passing_backward=mixed_or_none(table.passing_backward),
             source=table.source,
             interpolated=above != below,
         )

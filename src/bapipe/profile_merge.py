@@ -80,7 +80,8 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         return tuple((getattr(table, field) or getattr(table, instead))[row] for _, table, row in taken)
 
     def divided(field: str) -> Rows | None:
-        """Where a table does not know what dividing costs, in proportion to the nearest size that does."""
+        """Where a table does not know what dividing costs, or what passes a layer by, in proportion to the nearest
+        size that does."""
         found = {size: getattr(table, field)[row] for size, table, row in taken if getattr(table, field)}
         if not found:
             return None
@@ -108,6 +109,8 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         part_backward=divided("part_backward"),
         part_stash=divided("part_stash"),
         delayed=told_or("delayed", "stash"),
+        passing_forward=divided("passing_forward"),
+        passing_backward=divided("passing_backward"),
         optimizer=later.optimizer if later.optimizer == known.optimizer else None,
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
     )

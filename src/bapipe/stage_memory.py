@@ -9,7 +9,7 @@ import numpy as np
 
 from bapipe.chain import Chain, Floats, apart_from, part_costs
 
-__all__ = ["StageBytes", "messages_in_workspace", "stage_bytes"]
+__all__ = ["StageBytes", "messages_in_workspace", "passed_on", "stage_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     library = float(chain.library[span].max())
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
-        stash=float(stash.sum()) + float(chain.resident_input[first]) + sent + more_stash,
+        stash=float(stash.sum()) + _kept_at_the_ends(chain, first, last) + more_stash,
         delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
         buffers=2 * (received + returned + sent + answered),
@@ -63,6 +63,29 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
         backward_workspace=backward + library,
         first_backward_workspace=anew + library,
     )
+
+
+def _kept_at_the_ends(chain: Chain, first: int, last: int) -> float:
+    """What a micro-batch keeps of the input of a layer that the stage has a part of, and of what the stage sends."""
+    both = float(chain.resident_input[first] + chain.boundary_forward[last])
+    return both - float(passed_on(chain, first)[last - first])
+
+
+def passed_on(chain: Chain, first: int) -> Floats:
+    """Bytes of its input that a stage which begins inside a layer keeps and also sends on, by its last unit.
+
+    That is, of the units from `first` on. What passes all of a stage's layers is taken to be the least that passes
+    one of them: values that go past several layers mostly end together.
+    """
+    units = chain.units[first:]
+    if units[0].start == 0:
+        return np.zeros(len(units))
+    layers = np.array([unit.layer for unit in units])
+    least = np.minimum.accumulate(chain.passing[first:])
+    before = np.concatenate([[np.inf], least])[np.searchsorted(layers, layers)]
+    inside = np.array([unit.stop < unit.of for unit in units])
+    most = np.where(inside, before, least)
+    return np.asarray(np.minimum(most, chain.resident_input[first]), dtype=np.float64)
 
 
 def _workspaces(chain: Chain, first: int, last: int) -> tuple[float, float, float, float]:

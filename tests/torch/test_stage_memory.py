@@ -100,6 +100,18 @@ def held_by(captured: Captured, first: int, last: int) -> tuple[list[int], list[
     return forward[1:], waiting[1:]
 
 
+def test_what_only_passes_a_layer_by_is_told(model: tuple[Captured, Chain]) -> None:
+    """The encoder's output goes past the target's embedding and the first decoder to the attention."""
+    chain = model[1]
+    names = [layer.name for layer in chain.profile.layers]
+    memory = SIZE * 12 * 64 * 4
+    assert dict(zip(names, chain.passing.tolist(), strict=True)) == {
+        **dict.fromkeys(names, 0.0),
+        "target_embedding": memory,
+        "decoder.0": memory,
+    }
+
+
 @pytest.mark.parametrize(
     ("first", "last"),
     [

@@ -251,6 +251,27 @@ def test_output_channels_are_divided_as_they_were_timed() -> None:
     assert edges(replace(timed, accelerators={"x": bare})) == [1, 2, 3, 4]
 
 
+def test_what_passes_a_divided_layer_by_is_no_output_of_its_parts() -> None:
+    """Of 40 bytes after the middle layer 6 came with its 10, and go on past it; a quarter of the layer makes a
+    quarter of the rest."""
+    profile = divided_profile()
+    table = replace(profile.table("x"), passing_forward=((0.0, 6.0, 0.0),), passing_backward=((0.0, 6.0, 0.0),))
+    told = make_chain(replace(profile, accelerators={"x": table}), ["x"], 1, split={1: 4})
+    untold = make_chain(profile, ["x"], 1, split={1: 4})
+    for sizes, bare in (
+        (told.boundary_forward, untold.boundary_forward),
+        (told.boundary_backward, untold.boundary_backward),
+    ):
+        assert sizes.tolist() == [10.0, 10 + 34 / 4, 10 + 34 / 2, 10 + 3 * 34 / 4, 40.0, 0.0]
+        assert bare.tolist() == [10.0, 20.0, 30.0, 40.0, 40.0, 0.0]
+    assert told.input_bytes.tolist() == [0.0, 10.0, 10 + 34 / 4, 10 + 34 / 2, 10 + 3 * 34 / 4, 40.0]
+    # A stage keeps the 10 for its part. Where it sends them on, they are kept once: all of them within the layer,
+    # the 6 after it, none further on.
+    for last, sent, passed in ((2, 10 + 34 / 2, 10.0), (4, 40.0, 6.0), (5, 0.0, 0.0)):
+        held = float(told.stash[2 : last + 1].sum()) + STASH * (1 + (last < 4))
+        assert stage_bytes(told, 2, last).stash == pytest.approx(held + 10.0 + sent - passed)
+
+
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "forward", "backward", "less"),
     [

@@ -24,7 +24,7 @@ from bapipe.explore.request import Request
 from bapipe.explore.strategies import THOROUGH
 from bapipe.partition.cuts import starts
 from bapipe.partition.intra_layer import refine
-from bapipe.stage_memory import messages_in_workspace
+from bapipe.stage_memory import messages_in_workspace, passed_on
 
 __all__ = [
     "divided_stages",
@@ -238,6 +238,7 @@ def _memory(chain: Chain) -> _Memory:
     received = np.concatenate([[0.0], ahead[:-1] + back[:-1]])
     held = np.cumsum(chain.stash)
     peaks = held + chain.unit_workspace
+    stash = _runs(chain.stash, begun + chain.resident_input, unfinished + ahead)
     workspace = np.full((len(chain), len(chain)), -np.inf)
     library = np.zeros_like(workspace)
     common = messages_in_workspace(chain)
@@ -249,10 +250,11 @@ def _memory(chain: Chain) -> _Memory:
             own[[other.layer == unit.layer for other in chain.units[first:]]] -= chain.unit_workspace[first - 1]
         inner = np.concatenate([[-np.inf], np.maximum.accumulate(own)])[np.maximum(0, begins[first:] - first)]
         workspace[first, first:] = np.maximum(inner, own - common[first:])
+        stash[first, first:] -= passed_on(chain, first)
         library[first, first:] = np.maximum.accumulate(chain.library[first:])
     return _Memory(
         weights=_runs(chain.weight_bytes, before * shared, after * shared),
-        stash=_runs(chain.stash, begun + chain.resident_input, unfinished + ahead),
+        stash=stash,
         delayed=_delayed(chain, before, after),
         kept=chain.input_bytes,
         rest=2 * (received[:, None] + (ahead + back)[None, :])

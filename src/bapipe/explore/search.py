@@ -362,6 +362,8 @@ def _nothing_to_try(request: Request, count: int, minibatch: int, sizes: Sequenc
         )
     if request.schedule == "interleaved" and count < 2:
         return BaPipeError("interleaved needs at least 2 accelerators, the cluster has 1; leave --schedule out")
+    if request.schedule == "interleaved" and request.stages == 1:
+        return BaPipeError("interleaved needs at least 2 stages, each in parts; leave --stages out")
     asked = request.schedule or request.strategy
     return BaPipeError(f"nothing can be tried with {asked} and {minibatch} samples; leave --schedule out")
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapipe.chain import Chain, make_chain, part_costs
-from bapipe.errors import InfeasibleError
+from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.evaluate import Hardware
 from bapipe.explore import Request, explore
 from bapipe.explore.divided import divided_stages, refined
@@ -60,7 +60,17 @@ def profiles(draw: st.DrawFn) -> Profile:
         for layer in made.layers
     )
     library = tuple(draw(st.lists(st.sampled_from([0.0, 7.0]), min_size=len(row), max_size=len(row))))
-    table = replace(made.table("x"), part_forward=(row,), part_backward=(row,), part_stash=(row,), library=library)
+    least = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(row), max_size=len(row)))
+    passing = tuple(share * out for share, out in zip(least, made.table("x").boundary_forward[0], strict=True))
+    table = replace(
+        made.table("x"),
+        part_forward=(row,),
+        part_backward=(row,),
+        part_stash=(row,),
+        library=library,
+        passing_forward=(passing,),
+        passing_backward=(passing,),
+    )
     return replace(made, layers=layers, accelerators={"x": table})
 
 
@@ -71,7 +81,8 @@ def test_the_automatic_choice_is_never_worse_than_a_forced_one(
 ) -> None:
     cluster = made_cluster({"x": count}, bandwidth=5.0, memory=memory)
     request = Request(minibatch=6, split_layers=True)
-    stages = 1 if schedule == "data-parallel" else min(depth, count)
+    least = 2 if schedule == "interleaved" else 1
+    stages = 1 if schedule == "data-parallel" else min(max(least, depth), count)
     try:
         best = explore(profile, cluster, replace(request, schedule=schedule, stages=stages)).best
     except InfeasibleError:
@@ -124,3 +135,12 @@ def test_the_cuts_are_those_of_trying_all(profile: Profile, count: int, memory: 
     assert times[0][1] == pytest.approx(least)
     best = min(fill + (microbatches - 1) * longest for fill, longest in every)
     assert times[-1][0] + (microbatches - 1) * times[-1][1] <= best * 1.05
+
+
+def test_one_stage_cannot_be_interleaved() -> None:
+    profile = made_profile(
+        {"x": [1.0, 2.0, 1.0]}, boundary=[1.0] * 3, weights=[1.0] * 3, stash=[1.0] * 3, sizes=(1,)
+    )
+    cluster = made_cluster({"x": 2}, bandwidth=5.0, memory=1e9)
+    with pytest.raises(BaPipeError, match=r"interleaved needs at least 2 stages.*leave --stages out"):
+        explore(profile, cluster, Request(minibatch=4, schedule="interleaved", stages=1))

@@ -132,6 +132,8 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
         part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
         part_stash=tuple(divided[size].stash for size in sizes) if divided else None,
+        passing_forward=_phase(memory, "passing_forward"),
+        passing_backward=_phase(memory, "passing_backward"),
         not_fitting=measured.not_fitting,
     )
     layers = tuple(

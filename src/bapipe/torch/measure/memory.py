@@ -76,7 +76,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
     leaves, _ = chain.inputs(size)
     state = {storage_of(tensor)[0] for tensor in chain.state()}
     count = len(pieces)
-    stash, onward, backward, library, ahead, back = ([0.0] * count for _ in range(6))
+    stash, onward, backward, library, ahead, back, passing, returning = ([0.0] * count for _ in range(8))
     flight = _Flight()
     roots: set[int] = set()
     values: Sequence[Any] = ()
@@ -102,8 +102,10 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
                 own += nbytes
         stash[index] += own
         library[index] = once.library
-        ahead[index] = float(sum(value.nbytes for value in _tensors(once.outputs)))
-        back[index] = float(sum(value.nbytes for value in _tensors(once.outputs) if value.requires_grad))
+        handed_on = [value for value in _tensors(once.outputs) if storage_of(value)[0] not in fresh]
+        for total, given, values_ in ((ahead, back, _tensors(once.outputs)), (passing, returning, handed_on)):
+            total[index] = float(sum(value.nbytes for value in values_))
+            given[index] = float(sum(value.nbytes for value in values_ if value.requires_grad))
         loose = sum(nbytes for key, (_, nbytes) in flight.owner.items() if key not in flight.kept)
         unsaved = sum(nbytes for address, nbytes in fresh.items() if address not in once.saved)
         if chain.device.type == "cuda":
@@ -128,6 +130,8 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         forward_workspace=tuple(onward),
         backward_workspace=tuple(backward),
         library=tuple(library),
+        passing_forward=tuple(passing),
+        passing_backward=tuple(returning),
     )
 
 

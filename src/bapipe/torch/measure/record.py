@@ -123,6 +123,9 @@ class SizeMemory:
     backward_workspace: tuple[float, ...] = ()
     library: tuple[float, ...] = ()
     """what libraries allocate when the layer runs first, and keep for all layers; (): not weighed"""
+    passing_forward: tuple[float, ...] = ()
+    """of the boundary, what the layer was given and only hands on; (): not told"""
+    passing_backward: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
 
 
 def _kept_at_the_ends(chain: Chain, first: int, last: int) -> float:
-    """What a micro-batch keeps of the input of a layer that the stage has a part of, and of what the stage sends."""
+    """What a micro-batch keeps of the input of a layer that a stage has a part of, and of what the stage sends."""
     both = float(chain.resident_input[first] + chain.boundary_forward[last])
     return both - float(passed_on(chain, first)[last - first])
 

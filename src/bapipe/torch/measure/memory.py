@@ -102,10 +102,9 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
                 own += nbytes
         stash[index] += own
         library[index] = once.library
-        handed_on = [value for value in _tensors(once.outputs) if storage_of(value)[0] not in fresh]
-        for total, given, values_ in ((ahead, back, _tensors(once.outputs)), (passing, returning, handed_on)):
-            total[index] = float(sum(value.nbytes for value in values_))
-            given[index] = float(sum(value.nbytes for value in values_ if value.requires_grad))
+        outputs = _tensors(once.outputs)
+        ahead[index], back[index] = _both_ways(outputs)
+        passing[index], returning[index] = _both_ways([v for v in outputs if storage_of(v)[0] not in fresh])
         loose = sum(nbytes for key, (_, nbytes) in flight.owner.items() if key not in flight.kept)
         unsaved = sum(nbytes for address, nbytes in fresh.items() if address not in once.saved)
         if chain.device.type == "cuda":
@@ -120,7 +119,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
             flight.kept |= set(sent)
         flight.land(set() if last else set(sent), stash)
         values = [value.detach() if isinstance(value, Tensor) else value for value in once.outputs]
-        del once, received
+        del once, received, outputs
     return SizeMemory(
         microbatch=size,
         boundary_forward=tuple(ahead),
@@ -133,6 +132,11 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         passing_forward=tuple(passing),
         passing_backward=tuple(returning),
     )
+
+
+def _both_ways(values: Sequence[Tensor]) -> tuple[float, float]:
+    """Bytes of the values, and of their errors."""
+    return float(sum(v.nbytes for v in values)), float(sum(v.nbytes for v in values if v.requires_grad))
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

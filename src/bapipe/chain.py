@@ -176,18 +176,22 @@ def make_chain(
     def into(boundary: Floats, first: float) -> Floats:
         return np.concatenate([[first], boundary[:-1]])
 
-    forward_out = np.max([cost.boundary_forward for cost in costs], axis=0)
-    backward_out = np.max([cost.boundary_backward for cost in costs], axis=0)
+    def most(field: str) -> Floats:
+        """Of any accelerator type, per layer."""
+        return np.asarray(np.max([getattr(cost, field) for cost in costs], axis=0), dtype=np.float64)
+
+    forward_out = most("boundary_forward")
+    backward_out = most("boundary_backward")
     forward_in = into(forward_out, profile.input_bytes * microbatch)
     backward_in = into(backward_out, 0.0)
     inside = done < 1
-    passing = np.max([cost.passing_forward for cost in costs], axis=0)
+    passing = most("passing_forward")
     made = (forward_out - passing)[layers]
-    made_back = (backward_out - np.max([cost.passing_backward for cost in costs], axis=0))[layers]
+    made_back = (backward_out - most("passing_backward"))[layers]
     boundary_forward = np.where(inside, forward_in[layers] + done * made, forward_out[layers])
     boundary_backward = np.where(inside, backward_in[layers] + done * made_back, backward_out[layers])
     boundary_forward[-1] = boundary_backward[-1] = 0.0
-    library = np.max([cost.library for cost in costs], axis=0)
+    library = most("library")
     shared = np.array([layer.weight_bytes if holds_all_weights(layer) else 0.0 for layer in profile.layers])
     return Chain(
         profile=profile,
@@ -200,22 +204,22 @@ def make_chain(
         parting=np.array([cost.parting[layers] * share for cost in costs]),
         update=np.array([cost.update[layers] * share for cost in costs]),
         weight_bytes=profile.weight_bytes[layers] * share,
-        stash=np.max([cost.stash for cost in costs], axis=0)[layers] * share,
-        delayed=np.max([cost.delayed for cost in costs], axis=0)[layers] * share,
+        stash=most("stash")[layers] * share,
+        delayed=most("delayed")[layers] * share,
         boundary_forward=boundary_forward,
         boundary_backward=boundary_backward,
         input_bytes=np.where(begun > 0, forward_in[layers] + begun * made, forward_in[layers]),
         resident_input=np.where(begun > 0, forward_in[layers], 0.0),
         passing=passing[layers],
         workspace=max(cost.workspace for cost in costs) + float(library.max()),
-        unit_workspace=np.max([cost.layer_workspace for cost in costs], axis=0)[layers] * done,
-        forward_workspace=np.max([cost.forward_workspace for cost in costs], axis=0)[layers] * done,
-        backward_workspace=np.max([cost.backward_workspace for cost in costs], axis=0)[layers] * done,
+        unit_workspace=most("layer_workspace")[layers] * done,
+        forward_workspace=most("forward_workspace")[layers] * done,
+        backward_workspace=most("backward_workspace")[layers] * done,
         phases_told=all(cost.phases_told for cost in costs),
         library=library[layers],
         part_forward=np.array([cost.part_forward[layers] for cost in costs]),
         part_backward=np.array([cost.part_backward[layers] for cost in costs]),
-        part_stash=np.max([cost.part_stash for cost in costs], axis=0)[layers],
+        part_stash=most("part_stash")[layers],
         shared_weight_bytes=shared[layers],
         source=", ".join(dict.fromkeys(cost.source for cost in costs)),
         interpolated=any(cost.interpolated for cost in costs),

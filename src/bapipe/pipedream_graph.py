@@ -25,11 +25,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.files import read_text
 from bapipe.model import ModelRef
-from bapipe.profile import CostTable, Profile, ProfiledLayer, Rows
+from bapipe.profile import BYTE_ROWS, TIME_ROWS, CostTable, Profile, ProfiledLayer, Rows
 
 __all__ = ["PIPEDREAM_ACCELERATOR", "read_pipedream_graph", "scaled_profile"]
 
@@ -319,31 +320,21 @@ def scaled_profile(profile: Profile, sizes: Iterable[int]) -> Profile:
 
 def _scaled(table: CostTable, sizes: tuple[int, ...]) -> CostTable:
     base = table.microbatches[-1]
-
-    def times(rows: Rows) -> Rows:
-        return tuple(tuple(value * (size + 1) / (base + 1) for value in rows[-1]) for size in sizes)
-
-    def bytes_(rows: Rows) -> Rows:
-        return tuple(tuple(value * size / base for value in rows[-1]) for size in sizes)
-
+    changed: dict[str, Any] = {}
+    for names, more in ((TIME_ROWS, 1), (BYTE_ROWS, 0)):
+        for name in names:
+            rows: Rows | None = getattr(table, name)
+            if rows is not None:
+                changed[name] = tuple(
+                    tuple(value * (size + more) / (base + more) for value in rows[-1]) for size in sizes
+                )
+    if table.workspace is not None:
+        changed["workspace"] = tuple(table.workspace[-1] * size / base for size in sizes)
     return replace(
         table,
         source="analytic",
         description=f"{table.description}; scaled from batch {base}, times by (B+1)/({base}+1), bytes by B/{base}",
         microbatches=sizes,
-        forward=times(table.forward),
-        backward=times(table.backward),
-        boundary_forward=bytes_(table.boundary_forward),
-        boundary_backward=bytes_(table.boundary_backward),
-        stash=bytes_(table.stash),
-        weight_gradient=None if table.weight_gradient is None else times(table.weight_gradient),
-        parting=None if table.parting is None else times(table.parting),
-        delayed=None if table.delayed is None else bytes_(table.delayed),
-        passing_forward=None if table.passing_forward is None else bytes_(table.passing_forward),
-        passing_backward=None if table.passing_backward is None else bytes_(table.passing_backward),
-        workspace=None if table.workspace is None else tuple(table.workspace[-1] * size / base for size in sizes),
-        layer_workspace=None if table.layer_workspace is None else bytes_(table.layer_workspace),
-        forward_workspace=None if table.forward_workspace is None else bytes_(table.forward_workspace),
-        backward_workspace=None if table.backward_workspace is None else bytes_(table.backward_workspace),
         not_fitting=(),
+        **changed,
     )

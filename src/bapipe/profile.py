@@ -14,7 +14,9 @@ from bapipe.files import content_hash, dump_json, read_versioned, write_text
 from bapipe.model import ModelRef, Split
 
 __all__ = [
+    "BYTE_ROWS",
     "PROFILE_SCHEMA",
+    "TIME_ROWS",
     "CostTable",
     "LayerCosts",
     "Profile",
@@ -27,6 +29,12 @@ PROFILE_SCHEMA = "bapipe.profile/1"
 Source = Literal["measured", "analytic", "simulated", "hand-written"]
 Floats = NDArray[np.float64]
 Rows = tuple[tuple[float, ...], ...]
+TIME_ROWS = ("forward", "backward", "weight_gradient", "parting", "part_forward", "part_backward")
+BYTE_ROWS = (
+    "boundary_forward", "boundary_backward", "stash", "layer_workspace", "forward_workspace", "backward_workspace",
+    "part_stash", "delayed", "passing_forward", "passing_backward",
+)  # fmt: skip
+"""what a `CostTable` has a row of for each micro-batch size; some of it may be None"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +162,7 @@ class Profile:
             raise BaPipeError(
                 f"{where}: microbatches must be increasing sizes of at least 1, got {list(sizes)[:8]}"
             )
-        for field_name in (
-            "forward", "backward", "boundary_forward", "boundary_backward", "stash", "weight_gradient", "parting",
-            "layer_workspace", "forward_workspace", "backward_workspace", "part_forward", "part_backward",
-            "part_stash", "delayed", "passing_forward", "passing_backward",
-        ):  # fmt: skip
+        for field_name in (*TIME_ROWS, *BYTE_ROWS):
             rows = getattr(table, field_name)
             if rows is None:
                 continue

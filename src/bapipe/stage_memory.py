@@ -45,15 +45,17 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     sent, returned = float(chain.boundary_forward[last]), float(chain.boundary_backward[last])
     received = float(chain.boundary_forward[first - 1]) if first else 0.0
     answered = float(chain.boundary_backward[first - 1]) if first else 0.0
-    more_weights = more_stash = 0.0
+    more_weights = more_stash = passed = 0.0
     if chain.units[first].start > 0 or chain.units[last].stop < chain.units[last].of:
         parts = part_costs(chain, first, last)
         more_weights, more_stash = parts.weights, parts.stash
+    if chain.units[first].start > 0:
+        passed = float(passed_on(chain, first)[last - first])
     workspace, onward, backward, anew = _workspaces(chain, first, last)
     library = float(chain.library[span].max())
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
-        stash=float(stash.sum()) + _kept_at_the_ends(chain, first, last) + more_stash,
+        stash=float(stash.sum()) + float(chain.resident_input[first]) + sent - passed + more_stash,
         delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
         buffers=2 * (received + returned + sent + answered),
@@ -65,12 +67,6 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     )
 
 
-def _kept_at_the_ends(chain: Chain, first: int, last: int) -> float:
-    """What a micro-batch keeps of the input of a layer that a stage has a part of, and of what the stage sends."""
-    both = float(chain.resident_input[first] + chain.boundary_forward[last])
-    return both - float(passed_on(chain, first)[last - first])
-
-
 def passed_on(chain: Chain, first: int) -> Floats:
     """Bytes of its input that a stage which begins inside a layer keeps and also sends on, by its last unit.
 
@@ -78,8 +74,6 @@ def passed_on(chain: Chain, first: int) -> Floats:
     one of them: values that go past several layers mostly end together.
     """
     units = chain.units[first:]
-    if units[0].start == 0:
-        return np.zeros(len(units))
     layers = np.array([unit.layer for unit in units])
     least = np.minimum.accumulate(chain.passing[first:])
     before = np.concatenate([[np.inf], least])[np.searchsorted(layers, layers)]

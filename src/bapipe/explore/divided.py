@@ -248,9 +248,9 @@ def _memory(chain: Chain) -> _Memory:
         own = peaks[first:].copy()
         if unit.start > 0:
             own[[other.layer == unit.layer for other in chain.units[first:]]] -= chain.unit_workspace[first - 1]
+            stash[first, first:] -= passed_on(chain, first)
         inner = np.concatenate([[-np.inf], np.maximum.accumulate(own)])[np.maximum(0, begins[first:] - first)]
         workspace[first, first:] = np.maximum(inner, own - common[first:])
-        stash[first, first:] -= passed_on(chain, first)
         library[first, first:] = np.maximum.accumulate(chain.library[first:])
     return _Memory(
         weights=_runs(chain.weight_bytes, before * shared, after * shared),

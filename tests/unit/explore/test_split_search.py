@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapipe.chain import Chain, make_chain, part_costs
-from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.errors import InfeasibleError
 from bapipe.evaluate import Hardware
 from bapipe.explore import Request, explore
 from bapipe.explore.divided import divided_stages, refined
@@ -135,12 +135,3 @@ def test_the_cuts_are_those_of_trying_all(profile: Profile, count: int, memory: 
     assert times[0][1] == pytest.approx(least)
     best = min(fill + (microbatches - 1) * longest for fill, longest in every)
     assert times[-1][0] + (microbatches - 1) * times[-1][1] <= best * 1.05
-
-
-def test_one_stage_cannot_be_interleaved() -> None:
-    profile = made_profile(
-        {"x": [1.0, 2.0, 1.0]}, boundary=[1.0] * 3, weights=[1.0] * 3, stash=[1.0] * 3, sizes=(1,)
-    )
-    cluster = made_cluster({"x": 2}, bandwidth=5.0, memory=1e9)
-    with pytest.raises(BaPipeError, match=r"interleaved needs at least 2 stages.*leave --stages out"):
-        explore(profile, cluster, Request(minibatch=4, schedule="interleaved", stages=1))

@@ -125,15 +125,15 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         optimizer=measured.optimizer,
         workspace=tuple(max(item.workspace) for item in memory),
         layer_workspace=tuple(item.workspace for item in memory),
-        forward_workspace=_phase(memory, "forward_workspace"),
-        backward_workspace=_phase(memory, "backward_workspace"),
+        forward_workspace=_told(memory, "forward_workspace"),
+        backward_workspace=_told(memory, "backward_workspace"),
         library=_library(memory),
         delayed=None if None in waiting else tuple(row for row in waiting if row is not None),
         part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
         part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
         part_stash=tuple(divided[size].stash for size in sizes) if divided else None,
-        passing_forward=_phase(memory, "passing_forward"),
-        passing_backward=_phase(memory, "passing_backward"),
+        passing_forward=_told(memory, "passing_forward"),
+        passing_backward=_told(memory, "passing_backward"),
         not_fitting=measured.not_fitting,
     )
     layers = tuple(
@@ -187,7 +187,8 @@ def _scaled(times: SizeTimes, factor: float) -> SizeTimes:
     )
 
 
-def _phase(memory: Sequence[SizeMemory], name: str) -> Rows | None:
+def _told(memory: Sequence[SizeMemory], name: str) -> Rows | None:
+    """A row per size; None where one does not tell it."""
     rows = tuple(getattr(item, name) for item in memory)
     return rows if all(rows) else None
 

@@ -90,7 +90,8 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
                 roots.add(address)
                 stash[index] += nbytes
         once = _once(piece, received, taken)
-        sent = {address: nbytes for address, nbytes in map(storage_of, _tensors(once.outputs)) if nbytes}
+        outputs = _tensors(once.outputs)
+        sent = {address: nbytes for address, nbytes in map(storage_of, outputs) if nbytes}
         fresh = {
             key: nbytes for key, nbytes in sent.items() if key not in state | roots and key not in flight.owner
         }
@@ -102,7 +103,6 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
                 own += nbytes
         stash[index] += own
         library[index] = once.library
-        outputs = _tensors(once.outputs)
         ahead[index], back[index] = _both_ways(outputs)
         passing[index], returning[index] = _both_ways([v for v in outputs if storage_of(v)[0] not in fresh])
         loose = sum(nbytes for key, (_, nbytes) in flight.owner.items() if key not in flight.kept)

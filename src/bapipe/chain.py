@@ -66,6 +66,8 @@ class Chain:
     """bytes per micro-batch that a stage keeps on top when it starts inside a split layer"""
     passing: Floats
     """of boundary_forward after the unit's layer, bytes that only pass the layer by"""
+    saved_before: Floats
+    """of the stash, bytes that a stage which begins with the unit does not keep: only the layer before does"""
     workspace: float
     """bytes that the largest unit needs for a moment, and libraries for good"""
     unit_workspace: Floats
@@ -211,6 +213,7 @@ def make_chain(
         input_bytes=np.where(begun > 0, forward_in[layers] + begun * made, forward_in[layers]),
         resident_input=np.where(begun > 0, forward_in[layers], 0.0),
         passing=passing[layers],
+        saved_before=np.where(begun > 0, 0.0, np.min([cost.saved_before for cost in costs], axis=0)[layers]),
         workspace=max(cost.workspace for cost in costs) + float(library.max()),
         unit_workspace=most("layer_workspace")[layers] * done,
         forward_workspace=most("forward_workspace")[layers] * done,

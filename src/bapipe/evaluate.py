@@ -6,19 +6,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from bapipe.chain import Chain, apart_from, holds_all_weights, part_costs
 from bapipe.cluster import Cluster, Link
 from bapipe.errors import BaPipeError
 from bapipe.lowering import Network, Route
 from bapipe.partition.steps import Step
+from bapipe.peak_memory import rank_peaks
 from bapipe.plan import Plan
 from bapipe.profile import Profile
-from bapipe.schedule.actions import Kind, Schedule
+from bapipe.schedule.actions import Schedule
 from bapipe.schedule.orders import with_recompute, with_update
 from bapipe.simulate import Costs, simulate
-from bapipe.stage_memory import StageBytes, stage_bytes
+from bapipe.stage_memory import stage_bytes
 from bapipe.timeline import Timeline
 
 __all__ = [
@@ -285,66 +284,19 @@ def _accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
 def _memory(
     candidate: Candidate, hardware: Hardware, timeline: Timeline, schedule: Schedule
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Peak bytes on each stage's accelerators, and its live micro-batches per replica.
-
-    Weights, gradients and optimizer state; live features; messages under way; and a layer's workspace.
-    """
-    versions = schedule.weight_versions or (1,) * len(candidate.stages)
-    needed = [stage_bytes(candidate.chain, stage.first, stage.last) for stage in candidate.stages]
-    static = [
-        item.weights * (hardware.static_copies() + versions[index] - 1) + item.buffers
-        for index, item in enumerate(needed)
-    ]
-    features = timeline.peak_bytes_by_rank(
-        [item.stash for item in needed], [item.kept for item in needed], [item.delayed for item in needed]
+    """Peak bytes on each stage's accelerators, and its live micro-batches per replica."""
+    peaks = rank_peaks(
+        schedule,
+        timeline,
+        [stage_bytes(candidate.chain, stage.first, stage.last) for stage in candidate.stages],
+        copies=hardware.static_copies(),
+        recompute=[stage.recompute for stage in candidate.stages],
+        phases_told=candidate.chain.phases_told,
     )
-    by_rank = [0.0] * schedule.num_ranks
-    for index, ranks in enumerate(schedule.placement):
-        for rank in ranks:
-            by_rank[rank] += static[index]
-    again = [stage.recompute for stage in candidate.stages]
-    peaks = [
-        _peak_after_forwards(schedule, rank, needed, again)
-        if candidate.chain.phases_told and _forwards_first(schedule, rank)
-        else max((needed[index].workspace for index in schedule.stages_of(rank)), default=0.0)
-        for rank in range(schedule.num_ranks)
-    ]
-    memory = tuple(
-        max(by_rank[rank] + features[rank] + peaks[rank] for rank in ranks) for ranks in schedule.placement
-    )
+    memory = tuple(max(peaks[rank] for rank in ranks) for ranks in schedule.placement)
     counts = timeline.peak_live()
     live = tuple(float(-(-count // len(ranks))) for count, ranks in zip(counts, schedule.placement, strict=True))
     return memory, live
-
-
-def _forwards_first(schedule: Schedule, rank: int) -> bool:
-    """Whether all of a rank's forwards of a mini-batch come before its first backward, and in one lane with it."""
-    lanes = [lane.kinds for lane in schedule.lanes if lane.rank == rank and (lane.kinds == Kind.F).any()]
-    if len(lanes) != 1 or not schedule.flushes:
-        return False
-    backwards = np.flatnonzero((lanes[0] == Kind.B) | (lanes[0] == Kind.I))
-    return backwards.size > 0 and not bool((lanes[0][backwards[0] :] == Kind.F).any())
-
-
-def _peak_after_forwards(
-    schedule: Schedule, rank: int, needed: Sequence[StageBytes], recompute: Sequence[bool]
-) -> float:
-    """What the workspace adds to weights, gradients, messages and features where all forwards come first.
-
-    There are no gradients while they run: the first backward makes them, and with the second there is a
-    micro-batch less. All that comes from the stage before has come by then, and no error waits for its turn.
-    """
-    stages = schedule.stages_of(rank)
-    gradients = sum(needed[index].weights for index in stages)
-    peaks = [needed[index].forward_workspace - gradients for index in stages]
-    peaks += [needed[index].first_backward_workspace for index in stages]
-    forwards = sum(int((lane.kinds == Kind.F).sum()) for lane in schedule.lanes if lane.rank == rank)
-    if forwards > len(stages):
-        peaks += [needed[index].workspace - needed[index].kept for index in stages if recompute[index]]
-        peaks += [
-            needed[index].backward_workspace - needed[index].stash for index in stages if not recompute[index]
-        ]
-    return max(peaks) - sum(needed[index].ahead for index in stages)
 
 
 def plan_timeline(plan: Plan) -> Timeline:

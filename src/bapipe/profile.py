@@ -32,7 +32,7 @@ Rows = tuple[tuple[float, ...], ...]
 TIME_ROWS = ("forward", "backward", "weight_gradient", "parting", "part_forward", "part_backward")
 BYTE_ROWS = (
     "boundary_forward", "boundary_backward", "stash", "layer_workspace", "forward_workspace", "backward_workspace",
-    "part_stash", "delayed", "passing_forward", "passing_backward",
+    "part_stash", "delayed", "passing_forward", "passing_backward", "saved_before",
 )  # fmt: skip
 """what a `CostTable` has a row of for each micro-batch size; some of it may be None"""
 
@@ -97,6 +97,9 @@ class CostTable:
     passing_forward: Rows | None = None
     """of boundary_forward, bytes that only pass the layer by, and below of boundary_backward; None: taken as 0"""
     passing_backward: Rows | None = None
+    saved_before: Rows | None = None
+    """of the stash, bytes that only the layer before keeps, of what it sends: a stage that begins with this layer
+    has none of them; None: taken as 0"""
     not_fitting: tuple[int, ...] = ()
     """sizes that ran out of memory when measured"""
 
@@ -128,6 +131,7 @@ class LayerCosts:
     delayed: Floats
     passing_forward: Floats
     passing_backward: Floats
+    saved_before: Floats
     source: Source
     interpolated: bool
 
@@ -238,6 +242,7 @@ class Profile:
             delayed=mixed(table.stash if table.delayed is None else table.delayed),
             passing_forward=mixed_or_none(table.passing_forward),
             passing_backward=mixed_or_none(table.passing_backward),
+            saved_before=mixed_or_none(table.saved_before),
             source=table.source,
             interpolated=above != below,
         )

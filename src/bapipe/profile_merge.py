@@ -111,6 +111,7 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         delayed=told_or("delayed", "stash"),
         passing_forward=divided("passing_forward"),
         passing_backward=divided("passing_backward"),
+        saved_before=divided("saved_before"),
         optimizer=later.optimizer if later.optimizer == known.optimizer else None,
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
     )

@@ -24,10 +24,12 @@ class StageBytes:
     """per micro-batch whose weight gradient is put off, from its input gradient on, in place of the stash"""
     kept: float
     """per live micro-batch where the stage recomputes: its input"""
-    buffers: float
-    """messages under way: two received ahead and two being sent, each way"""
-    ahead: float
-    """of these, those received ahead"""
+    received: float
+    """one message of the stage before, and below the error that goes back for it"""
+    answered: float
+    sent: float
+    """one message to the stage after, and below the error that comes back for it"""
+    returned: float
     workspace: float
     """most that a layer needs for a moment beyond the features of all layers, while those after it hold none; and
     what libraries keep"""
@@ -36,6 +38,11 @@ class StageBytes:
     backward_workspace: float
     first_backward_workspace: float
     """of a backward that makes the gradients: less those of the layers up to the one that is at work"""
+
+    @property
+    def buffers(self) -> float:
+        """For messages, with one rank before and one after: two received ahead and two being sent, each way."""
+        return 2 * (self.received + self.answered + self.sent + self.returned)
 
 
 def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
@@ -49,17 +56,20 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     if chain.units[first].start > 0 or chain.units[last].stop < chain.units[last].of:
         parts = part_costs(chain, first, last)
         more_weights, more_stash = parts.weights, parts.stash
+    before = float(chain.saved_before[first]) if first else 0.0
     if chain.units[first].start > 0:
         passed = float(passed_on(chain, first)[last - first])
     workspace, onward, backward, anew = _workspaces(chain, first, last)
     library = float(chain.library[span].max())
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
-        stash=float(stash.sum()) + float(chain.resident_input[first]) + sent - passed + more_stash,
+        stash=float(stash.sum()) + float(chain.resident_input[first]) + sent - passed + more_stash - before,
         delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
-        buffers=2 * (received + returned + sent + answered),
-        ahead=2 * (received + returned),
+        received=received,
+        answered=answered,
+        sent=sent,
+        returned=returned,
         workspace=workspace + library,
         forward_workspace=onward + library,
         backward_workspace=backward + library,

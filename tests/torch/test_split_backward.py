@@ -186,9 +186,27 @@ def test_only_what_weights_need_is_held_between_the_parts() -> None:
             assert not delayed.gradients()
     assert sorted(item.shape for item in delayed.gradients()) == [(3, 4), (3, 16)]
     weights = {item.data_ptr() for item in module.parameters()}
-    held = [item for item in saved.values() if item.data_ptr() not in weights]
+    held = [item for item in saved.values().values() if item.data_ptr() not in weights]
     assert [item.shape for item in held] == [(3, 8), (3, 16)]
     assert before > len(held) + 2
+
+
+def test_the_second_part_lets_go_of_what_it_has_used() -> None:
+    """When the gradient of the first weights is there, all above has been let go, as in a backward at once."""
+    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    split = SplitBackward(list(module.parameters()))
+    left: list[int] = []
+    module[0].weight.register_hook(lambda _: left.append(len(saved.values())))
+    for _ in range(2):
+        saved = SavedValues()
+        with saved.watching():
+            made = module(torch.randn(3, 8, dtype=torch.float64))
+        held = len(saved.values())
+        delayed = split.run([made], [torch.ones_like(made)], [], saved=saved)
+        del made
+        delayed.run()
+    assert held > 4
+    assert left[-1] <= 1
 
 
 def test_a_graph_that_saves_another_number_of_values_is_kept() -> None:

@@ -9,6 +9,7 @@ from bapipe.evaluate import Evaluation, parting_time
 from bapipe.explore.found import AS_FAST
 from bapipe.explore.pipelines import MOST_TYPES
 from bapipe.explore.search import Exploration
+from bapipe.peak_memory import message_bytes
 from bapipe.plan import LayerPart, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.files import ScheduleFile
 from bapipe.stage_memory import stage_bytes
@@ -58,9 +59,11 @@ def _kind(evaluation: Evaluation) -> Literal["pipeline", "data-parallel", "hybri
 def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     chain, cluster = best.candidate.chain, found.hardware.cluster
     stages, parted = [], best.schedule.parted_stages()
+    weighed = [stage_bytes(chain, choice.first, choice.last) for choice in best.candidate.stages]
+    messages = message_bytes(best.schedule, weighed)
     for index, choice in enumerate(best.candidate.stages):
         first, last = chain.units[choice.first], chain.units[choice.last]
-        needed = stage_bytes(chain, choice.first, choice.last)
+        needed = weighed[index]
         parting = parting_time(best.candidate, found.hardware, choice)
         stages.append(
             PlanStage(
@@ -85,7 +88,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 stash_bytes=needed.stash,
                 kept_bytes=needed.kept,
                 delayed_bytes=needed.delayed if index in parted else None,
-                buffer_bytes=needed.buffers,
+                buffer_bytes=messages[index],
                 workspace_bytes=needed.workspace,
             )
         )

@@ -18,6 +18,7 @@ from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evalua
 from bapipe.explore.data_parallel import Estimate, analytic_rivals, at_minibatch, data_parallel_candidate
 from bapipe.explore.divided import refined, split_stages, splits_everywhere
 from bapipe.explore.found import Found, lightest, rank
+from bapipe.explore.hybrids import balanced_hybrids
 from bapipe.explore.pipelines import (
     Family,
     build,
@@ -264,6 +265,9 @@ def _pipelines(
                 if name == "1f1b" and _straight(cut) and not any(stage.recompute for stage in cut):
                     plain.append((own_chain, cut))
                 yield _named(name, cut), build(own_chain, cut, family, microbatches, hardware)
+            if family.replicas and not paper and request.stages is None:
+                for stages in balanced_hybrids(chain, hardware, microbatches):
+                    yield _named(name, stages), build(chain, stages, family, microbatches, hardware)
         if request.strategy == "bapipe" or (request.strategy == "exact" and len(chain) * count <= THOROUGH):
             candidate = paper_candidate(chain, hardware, family, microbatches, request)
             if candidate is not None:

@@ -76,7 +76,7 @@ def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
         series = timeline.bytes_over_time(
             [item or 0.0 for item in stash], [item or 0.0 for item in kept], [item or 0.0 for item in later]
         )
-        ranks = tuple(_at_the_peak(plan, rank) for rank in _ranks(plan, series))
+        ranks = tuple(_at_the_peak(plan, rank, timeline) for rank in _ranks(plan, series))
         if _agrees(plan, ranks):
             return MemoryView(ranks=ranks, exact=True)
     return MemoryView(ranks=_inferred(plan, timeline), exact=False)
@@ -107,13 +107,19 @@ def _ranks(plan: Plan, series: list[tuple[Floats, Floats]]) -> tuple[RankMemory,
     return tuple(found)
 
 
-def _at_the_peak(plan: Plan, rank: RankMemory) -> RankMemory:
-    """Without the gradients and buffers that are not there yet, or not any more, when features fill the memory: in
-    orders that run all forwards first."""
+def _at_the_peak(plan: Plan, rank: RankMemory, timeline: Timeline) -> RankMemory:
+    """Without the buffers that are not in use when features fill the memory, nor gradients that are not there yet:
+    in orders that run all forwards first."""
     over = max(0.0, rank.peak - max(plan.stages[number].memory_bytes for number in rank.stages))
-    gradients = max(0.0, rank.gradients - over)
-    buffers = max(0.0, rank.buffers - (over - (rank.gradients - gradients)))
-    return replace(rank, gradients=gradients, buffers=buffers)
+    full = rank.times[rank.features >= rank.peak_features * (1 - 1e-9)]
+    makes = (timeline.ranks == rank.rank) & np.isin(timeline.kinds, [int(Kind.B), int(Kind.W)])
+    there = bool((timeline.start[makes] < full.max(initial=0.0)).any())
+    left = {"gradients": rank.gradients, "buffers": rank.buffers}
+    for part in ("buffers", "gradients") if there else ("gradients", "buffers"):
+        taken = min(over, left[part])
+        left[part] -= taken
+        over -= taken
+    return replace(rank, gradients=left["gradients"], buffers=left["buffers"])
 
 
 def _agrees(plan: Plan, ranks: tuple[RankMemory, ...]) -> bool:

@@ -258,6 +258,7 @@ class _Run:
             self._ends.sent.release(number)
         start = pipe.clock.begin_action()
         runner = self._runner(number)
+        pipe.stash.forget_gradients()
         made = runner.backward(0, errors)
         runner.end()
         # The stage before waits for it, and for nothing of the update.

@@ -58,7 +58,9 @@ class Reducer:
 
     def _send(self, index: int) -> None:
         bucket = self._buckets[index]
-        present = bucket[0].new_tensor([float(item.grad is not None) for item in bucket])
+        given = [item.grad is not None for item in bucket]
+        # Numbers from the host would have to wait for all that is queued on the device.
+        present = bucket[0].new_ones(len(bucket)) if all(given) else bucket[0].new_tensor([*map(float, given)])
         self._under_way.append(_Sum(bucket, self._group, present))
 
     def finish(self) -> None:

@@ -6,7 +6,8 @@ input of a product, but neither the softmax of attention nor what a recurrent la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,22 +17,27 @@ __all__ = ["SavedValues"]
 
 
 class _Slot:
-    """One saved value, and whether a backward has asked for it."""
+    """One saved value, its number, and where to note that a backward has asked for it."""
 
-    __slots__ = ("used", "value")
+    __slots__ = ("__weakref__", "asked", "number", "value")
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value: Tensor, number: int, asked: set[int]) -> None:
         self.value: Tensor | None = value
-        self.used = False
+        self.number = number
+        self.asked = asked
 
 
 class SavedValues:
-    """The values of one micro-batch, numbered as they were saved."""
+    """The values of one micro-batch, numbered as they were saved.
 
-    __slots__ = ("_slots",)
+    The graph alone holds the slots: a backward that needs it no more lets go of each as it has used it.
+    """
+
+    __slots__ = ("_asked", "_slots")
 
     def __init__(self) -> None:
-        self._slots: list[_Slot] = []
+        self._slots: list[weakref.ref[_Slot]] = []
+        self._asked: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -41,31 +47,33 @@ class SavedValues:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, value: Tensor) -> _Slot:
-        slot = _Slot(value.detach())  # what it was saved from may change its contents, or hold the graph
-        self._slots.append(slot)
+        # Detached: what it was saved from may change its contents, or hold the graph.
+        slot = _Slot(value.detach(), len(self._slots), self._asked)
+        self._slots.append(weakref.ref(slot))
         return slot
 
     def used_by(self, work: Callable[[], None]) -> frozenset[int]:
         """The numbers of the values that the work asks for."""
-        for slot in self._slots:
-            slot.used = False
+        self._asked.clear()
         work()
-        return frozenset(number for number, slot in enumerate(self._slots) if slot.used)
+        return frozenset(self._asked)
 
     def keep_only(self, numbers: Collection[int]) -> None:
         """Let go of all others; a backward that asks for one of them fails."""
-        for number, slot in enumerate(self._slots):
-            if number not in numbers:
+        for slot in self._there():
+            if slot.number not in numbers:
                 slot.value = None
 
-    def values(self, numbers: Collection[int] | None = None) -> list[Tensor]:
-        """Those of these numbers that are still there; by default all."""
-        chosen = self._slots if numbers is None else [self._slots[number] for number in sorted(numbers)]
-        return [slot.value for slot in chosen if slot.value is not None]
+    def values(self) -> dict[int, Tensor]:
+        """Those that are still there, by their numbers."""
+        return {slot.number: slot.value for slot in self._there() if slot.value is not None}
+
+    def _there(self) -> Iterator[_Slot]:
+        return (slot for reference in self._slots if (slot := reference()) is not None)
 
 
 def _unpack(slot: _Slot) -> Tensor:
     if slot.value is None:
         raise RuntimeError("a value was let go that this backward needs: its graph is not the one known before")
-    slot.used = True
+    slot.asked.add(slot.number)
     return slot.value

@@ -52,10 +52,15 @@ class WeightStash:
         """What the micro-batch runs with, by name: leaves of autograd's graph, which get the gradients."""
         return self._versions[self.version_of(microbatch)]
 
+    def forget_gradients(self) -> None:
+        """Those of the last update, before a backward makes others."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
     def update(self, microbatch: int, apply: Callable[[], None]) -> None:
         """Its backward is done: hand the parameters its gradients, and have `apply` update them.
 
-        Gradients stay in the parameters' `.grad` until the next update.
+        Gradients stay in the parameters' `.grad` until `forget_gradients`.
         """
         assert microbatch == self._newest, "updates go in the order of the micro-batches"
         for name, tensor in self.weights(microbatch).items():

@@ -134,6 +134,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         part_stash=tuple(divided[size].stash for size in sizes) if divided else None,
         passing_forward=_told(memory, "passing_forward"),
         passing_backward=_told(memory, "passing_backward"),
+        saved_before=_told(memory, "saved_before"),
         not_fitting=measured.not_fitting,
     )
     layers = tuple(

@@ -191,10 +191,10 @@ def _split_sample(run: _Run, clock: Clock) -> float:
     clock.mark()
     later = run.gradient(outputs)
     clock.mark()
-    held = later.gradients()
-    held += saved.values(saved.used_by(later.run))
+    there = saved.values()
+    needed = saved.used_by(later.run)
     clock.mark()
-    saved.keep_only(())
+    held = [*later.gradients(), *(there[number] for number in needed)]
     known = {storage_of(item)[0] for item in (*run.piece.state, *run.piece.parameters)}
     return float(sum(nbytes for address, nbytes in set(map(storage_of, held)) if address not in known))
 

@@ -40,15 +40,17 @@ class _Flight:
 
     owner: dict[int, tuple[int, int]] = field(default_factory=dict)
     """address -> (layer that received it first, bytes)"""
-    kept: set[int] = field(default_factory=set)
+    kept: dict[int, int] = field(default_factory=dict)
+    """address -> last layer that saved it"""
 
-    def land(self, still: set[int], stash: list[float]) -> None:
-        """Book what no longer travels, if anyone saved it, to the layer that received it first."""
+    def land(self, still: set[int], stash: list[float], before: list[float]) -> None:
+        """Book what no longer travels, if anyone saved it, to the layer that received it first; `before`: of this,
+        what that one did not save, nor one after it."""
         for address in [address for address in self.owner if address not in still]:
             layer, size = self.owner.pop(address)
             if address in self.kept:
                 stash[layer] += size
-                self.kept.discard(address)
+                before[layer] += size if self.kept.pop(address) < layer else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,7 +78,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
     leaves, _ = chain.inputs(size)
     state = {storage_of(tensor)[0] for tensor in chain.state()}
     count = len(pieces)
-    stash, onward, backward, library, ahead, back, passing, returning = ([0.0] * count for _ in range(8))
+    stash, onward, backward, library, ahead, back, passing, returning, before = ([0.0] * count for _ in range(9))
     flight = _Flight()
     roots: set[int] = set()
     values: Sequence[Any] = ()
@@ -98,7 +100,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         own = 0.0
         for address, nbytes in once.saved.items():
             if address in flight.owner or address in fresh:
-                flight.kept.add(address)
+                flight.kept[address] = index
             elif address not in state | roots:
                 own += nbytes
         stash[index] += own
@@ -116,8 +118,8 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         last = index + 1 == count
         flight.owner.update({address: (index if last else index + 1, nbytes) for address, nbytes in fresh.items()})
         if last:
-            flight.kept |= set(sent)
-        flight.land(set() if last else set(sent), stash)
+            flight.kept |= dict.fromkeys(sent, index)
+        flight.land(set() if last else set(sent), stash, before)
         values = [value.detach() if isinstance(value, Tensor) else value for value in once.outputs]
         del once, received, outputs
     return SizeMemory(
@@ -131,6 +133,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         library=tuple(library),
         passing_forward=tuple(passing),
         passing_backward=tuple(returning),
+        saved_before=tuple(before),
     )
 
 

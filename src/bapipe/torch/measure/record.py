@@ -126,6 +126,8 @@ class SizeMemory:
     passing_forward: tuple[float, ...] = ()
     """of the boundary, what the layer was given and only hands on; (): not told"""
     passing_backward: tuple[float, ...] = ()
+    saved_before: tuple[float, ...] = ()
+    """of the stash, what only the layer before saved; (): not told"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

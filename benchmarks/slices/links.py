@@ -18,11 +18,11 @@ __all__ = ["measure_links"]
 
 SIZE = 16 * 2**20
 """bytes of the messages that links are measured with"""
-_BUCKETS = 8
-"""of gradients that are summed at once"""
+_BUCKETS = 24
+"""of gradients that are summed at once, 630 MB: as many as models have that data parallelism is slow for"""
 _SIDE = 4096
 """of the matrices that keep a GPU busy"""
-_SUMS = 8
+_SUMS = 5
 """rounds of them, at most"""
 _LOADED_SECONDS = 5.0
 """that measuring beside compute may take"""

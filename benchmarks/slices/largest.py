@@ -51,7 +51,7 @@ SHARE = 25.0
 """%, of the slice whose profile is planned with: what fits does not depend on it"""
 TRY_SECONDS, LEAST_SECONDS = 240.0, 30.0
 """after which a try is given up, and of the budget for one to begin"""
-LINKS = {"bandwidth": 50e9, "latency": 2e-3, "all_reduce_loaded": 2e9}
+LINKS = {"bandwidth": 50e9, "latency": 2e-3, "all_reduce": 2e9, "all_reduce_loaded": 2e9}
 """as measured on slices before; only the choice among fitting partitions depends on them"""
 SYSTEMS: dict[str, dict[str, Any]] = {
     "DP": {"schedule": "data-parallel"},

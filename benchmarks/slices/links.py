@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bapipe.torch.reduce import BUCKET_BYTES
 from bapipe.torch.transport import TensorShape, Wire, make_transport
@@ -20,21 +22,16 @@ SIZE = 16 * 2**20
 """bytes of the messages that links are measured with"""
 _BUCKETS = 24
 """of gradients that are summed at once, 630 MB: as many as models have that data parallelism is slow for"""
-_SIDE = 4096
-"""of the matrices that keep a GPU busy"""
 _SUMS = 5
 """rounds of them, at most"""
-_LOADED_SECONDS = 5.0
-"""that measuring beside compute may take"""
 
 
 def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     """Messages between all neighbours at once, both ways, as in a pipeline; the latency of one; and the all-reduce
     of some buckets of gradients, all under way at once, as after a backward.
 
-    The all-reduce is measured on idle devices (`all_reduce`) and on devices that compute (`all_reduce_loaded`), as
-    data parallelism has it beside its backward. A CPU has no stream to compute on meanwhile: there the second is
-    the first again.
+    The all-reduce is measured alone (`all_reduce`) and on ranks that train something else meanwhile
+    (`all_reduce_loaded`), as data parallelism has it beside its backward.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     transport = make_transport("auto", device=device, timeout=60.0)
@@ -46,9 +43,9 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     buckets = [torch.zeros(BUCKET_BYTES // 4, device=device) for _ in range(_BUCKETS)]
     moved = 2 * (world - 1) / world * sum(bucket.nbytes for bucket in buckets)
     sums = min(rounds, _SUMS)
-    idle = _reduced(buckets, sums, load=lambda: None)
-    possible = max(2, int(_LOADED_SECONDS / (4 * idle)))
-    busy = _reduced(buckets, min(sums, possible), load=_load(device, 4 * idle))
+    idle = _reduced(buckets, sums)
+    with _training(device):
+        busy = _reduced(buckets, sums)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return {
@@ -59,48 +56,52 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     }
 
 
-def _reduced(buckets: Sequence[Tensor], rounds: int, *, load: Callable[[], None]) -> float:
-    """Seconds until all are summed while the load that is queued before runs; every rank does as many rounds."""
+def _reduced(buckets: Sequence[Tensor], rounds: int) -> float:
+    """Seconds until all are summed; every rank does as many rounds."""
     number = torch.tensor(float(rounds))
     dist.broadcast(number, 0)
     device = buckets[0].device
     times = []
     for _ in range(1 + int(number)):  # the first one connects
-        _synchronize(device)
         dist.barrier()
-        load()
         start = time.perf_counter()
         for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
             assert work is not None
             work.wait()
-        _synchronize_stream(device)  # not the device: the load goes on
+        _synchronize_stream(device)  # not the device: what is trained goes on
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
-def _load(device: torch.device, seconds: float) -> Callable[[], None]:
-    """Queues matrix products that keep a GPU busy for so long, on a stream of their own."""
-    if device.type != "cuda":
-        return lambda: None
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    matrix = torch.ones(_SIDE, _SIDE, device=device)
-    made = torch.empty_like(matrix)
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        with torch.cuda.stream(stream):
-            torch.mm(matrix, matrix, out=made)
-        stream.synchronize()
-        times.append(time.perf_counter() - start)
-    count = max(1, round(seconds / min(times)))
+@contextlib.contextmanager
+def _training(device: torch.device) -> Iterator[None]:
+    """Train a recurrent and a convolutional layer by turns, on a thread and a stream of their own."""
+    ended = threading.Event()
+    layers = [
+        (nn.LSTM(1024, 1024).to(device), torch.zeros(50, 64, 1024, device=device)),
+        (nn.Conv2d(64, 64, 3, padding=1).to(device), torch.zeros(16, 64, 112, 112, device=device)),
+    ]
 
-    def queue() -> None:
+    def train() -> None:
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            for _ in range(count):
-                torch.mm(matrix, matrix, out=made)
+            while not ended.is_set():
+                for layer, value in layers:
+                    made = layer(value)
+                    (made[0] if isinstance(made, tuple) else made).sum().backward()
+                if done is not None:  # or it would issue more and more
+                    done.record(stream)
+                    done.synchronize()
 
-    return queue
+    thread = threading.Thread(target=train, name="training", daemon=True)
+    _synchronize(device)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _synchronize(device: torch.device) -> None:

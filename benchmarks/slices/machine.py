@@ -77,7 +77,8 @@ class Machine:
             ),
             types=types,
             within=Link(bandwidth=links["bandwidth"], latency=links["latency"]),
-            collective_bandwidth=links["all_reduce_loaded"],
+            collective_bandwidth=links["all_reduce"],
+            collective_overlap=min(1.0, links["all_reduce_loaded"] / links["all_reduce"]),
         )
 
 

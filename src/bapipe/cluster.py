@@ -91,6 +91,8 @@ class Cluster:
     """chain: only neighbours in the order of `accelerators` are connected (the paper's daisy chain)"""
     collective_bandwidth: float | None = None
     """effective bytes/s per accelerator of an all-reduce; None: the slowest link's"""
+    collective_overlap: float = 1.0
+    """share of its rate that an all-reduce has beside a backward: less than 1 where both need the host's cores"""
     bus_bandwidth: float | None = None
     """aggregate bytes/s that all transfers within a node share; None: links are independent"""
 
@@ -101,6 +103,9 @@ class Cluster:
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise BaPipeError(f"cluster '{self.name}' has two accelerators named '{twice}'; rename one")
+        if not 0 <= self.collective_overlap <= 1:
+            got = self.collective_overlap
+            raise BaPipeError(f"an all-reduce beside a backward has 0 to 1 of its rate, got {got:g}; correct it")
         for accelerator in self.accelerators:
             if accelerator.type not in self.types:
                 raise BaPipeError(f"accelerator '{accelerator.name}' is of unknown type '{accelerator.type}'")

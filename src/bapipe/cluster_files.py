@@ -57,9 +57,16 @@ class _Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """[collective] and [bus]."""
+    """[bus]."""
 
     bandwidth: str | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Collective(_Shared):
+    """[collective]."""
+
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,7 @@ class _ClusterFile:
     topology: Literal["full", "chain"] = "full"
     types: dict[str, TypeEntry] = field(default_factory=dict)
     links: _Links = field(default_factory=_Links)
-    collective: _Shared | None = None
+    collective: _Collective | None = None
     bus: _Shared | None = None
 
 
@@ -177,6 +184,7 @@ def _read_file(path: str) -> Cluster:
         pairs=_pairs(entry.links.pair, names, chain=entry.topology == "chain", path=path),
         topology=entry.topology,
         collective_bandwidth=_shared(entry.collective, where=f"{path}: collective"),
+        collective_overlap=entry.collective.overlap if entry.collective else 1.0,
         bus_bandwidth=_shared(entry.bus, where=f"{path}: bus"),
     )
 

@@ -22,7 +22,8 @@ def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
         f"topology = {_text(cluster.topology)}",
     ]
     if cluster.collective_bandwidth is not None:
-        lines += [f"collective = {{ bandwidth = {cluster.collective_bandwidth!r} }}"]
+        values = {"bandwidth": cluster.collective_bandwidth, "overlap": cluster.collective_overlap}
+        lines += [f"collective = {_table(values)}"]
     if cluster.bus_bandwidth is not None:
         lines += [f"bus = {{ bandwidth = {cluster.bus_bandwidth!r} }}"]
     lines += ["", *(f"# {line}" for line in comment.splitlines())]

@@ -17,7 +17,7 @@ from bapipe.profile import Profile
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.orders import with_recompute, with_update
 from bapipe.simulate import Costs, simulate
-from bapipe.stage_memory import stage_bytes
+from bapipe.stage_memory import StageBytes, stage_bytes
 from bapipe.timeline import Timeline
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "plan_timeline",
     "shared_sums",
     "stage_costs",
+    "stages_bytes",
 ]
 
 Optimizer = Literal["sgd", "momentum", "adam"]
@@ -209,7 +210,7 @@ def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
         seconds = all_reduce_time(cluster, stage.accelerators, weights)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
             bucket = all_reduce_time(cluster, stage.accelerators, min(DDP_BUCKET, weights))
-            seconds = max(bucket, seconds - backward[-1])
+            seconds = max(bucket, seconds - cluster.collective_overlap * backward[-1])
         reduce.append(seconds)
     cuts = [stage.last for stage in candidate.stages[:-1]]
     return Costs(
@@ -281,6 +282,15 @@ def _accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
     return ranks
 
 
+def stages_bytes(candidate: Candidate, schedule: Schedule) -> list[StageBytes]:
+    """What each stage needs under this schedule."""
+    parted = schedule.parted_stages()
+    return [
+        stage_bytes(candidate.chain, stage.first, stage.last, parted=index in parted)
+        for index, stage in enumerate(candidate.stages)
+    ]
+
+
 def _memory(
     candidate: Candidate, hardware: Hardware, timeline: Timeline, schedule: Schedule
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -288,7 +298,7 @@ def _memory(
     peaks = rank_peaks(
         schedule,
         timeline,
-        [stage_bytes(candidate.chain, stage.first, stage.last) for stage in candidate.stages],
+        stages_bytes(candidate, schedule),
         copies=hardware.static_copies(),
         recompute=[stage.recompute for stage in candidate.stages],
         phases_told=candidate.chain.phases_told,

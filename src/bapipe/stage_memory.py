@@ -45,8 +45,11 @@ class StageBytes:
         return 2 * (self.received + self.answered + self.sent + self.returned)
 
 
-def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
-    """Of the units `first` to `last`, included. What a stage sends stays until its error has come back."""
+def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> StageBytes:
+    """Of the units `first` to `last`, included. What a stage sends stays until its error has come back.
+
+    `parted`: its backward may be done in two parts, for which it keeps what it received, needed or not.
+    """
     span = slice(first, last + 1)
     stash = chain.stash[span]
     sent, returned = float(chain.boundary_forward[last]), float(chain.boundary_backward[last])
@@ -56,7 +59,7 @@ def stage_bytes(chain: Chain, first: int, last: int) -> StageBytes:
     if chain.units[first].start > 0 or chain.units[last].stop < chain.units[last].of:
         parts = part_costs(chain, first, last)
         more_weights, more_stash = parts.weights, parts.stash
-    before = float(chain.saved_before[first]) if first else 0.0
+    before = 0.0 if parted or not first else float(chain.saved_before[first])
     if chain.units[first].start > 0:
         passed = float(passed_on(chain, first)[last - first])
     workspace, onward, backward, anew = _workspaces(chain, first, last)

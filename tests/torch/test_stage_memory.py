@@ -64,14 +64,15 @@ def _each_alone(forward: Sequence[Any], *_: Any) -> tuple[Any, ...]:
     return tuple((layer, layer) for layer in range(len(forward))), (1.0,) * len(forward), (1.0,) * len(forward)
 
 
-def held_by(captured: Captured, first: int, last: int) -> tuple[list[int], list[int]]:
-    """Bytes that each micro-batch adds with its forward, and that are left of them after its input gradient."""
+def held_by(captured: Captured, first: int, last: int, *, parted: bool = True) -> tuple[list[int], list[int]]:
+    """Bytes that each micro-batch adds with its forward, and that are left of them after its input gradient, or,
+    not `parted`, after its backward."""
     stage = captured.stage(first, last)
     spec, ends = stage.stage_spec, last == len(captured.layers) - 1
     sizes = [SIZE] * COUNT
     loss = LossSum(None, sizes) if ends else None
     output = captured.output if ends else None
-    runner = StageRunner(0, {SIZE: stage}, sizes=sizes, parted=True, loss=loss, output=output)
+    runner = StageRunner(0, {SIZE: stage}, sizes=sizes, parted=parted, loss=loss, output=output)
     leaves = flatten(captured.examples.resized(SIZE).tree())[0]
     forward, waiting = [], []
     for parameter in stage.parameters():
@@ -90,10 +91,10 @@ def held_by(captured: Captured, first: int, last: int) -> tuple[list[int], list[
                 torch.randn_like(item) for item, about in zip(made, spec.sent, strict=False) if about.requires_grad
             ]
             del made
-            sent = runner.input_gradient(number, errors)
+            sent = (runner.input_gradient if parted else runner.backward)(number, errors)
             del sent, errors
             waiting.append(storages.held() - before)
-        for number in range(COUNT):
+        for number in range(COUNT if parted else 0):
             runner.weight_gradient(number)
     runner.end()
     # At the first micro-batch both parts run at once.
@@ -128,6 +129,18 @@ def test_a_micro_batch_that_waits_holds_what_was_weighed(
     assert len(set(waiting)) == 1, "every micro-batch holds as much"
     assert forward[0] == pytest.approx(said.stash, rel=0.06)
     assert waiting[0] == pytest.approx(said.delayed, rel=0.05)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_what_only_the_layer_before_keeps_is_not_in_a_stage(model: tuple[Captured, Chain], parted: bool) -> None:
+    """Of what it received a stage keeps what its own backward needs, unless that is done in two parts."""
+    captured, chain = model
+    layers = chain.saved_before.nonzero()[0].tolist()
+    assert layers
+    for first in layers:
+        forward, _ = held_by(captured, first, first, parted=parted)
+        said = stage_bytes(chain, first, first, parted=parted).stash
+        assert forward[0] == pytest.approx(said, rel=0.06)
 
 
 def test_a_stage_without_weight_gradients_to_put_off_holds_nothing(model: tuple[Captured, Chain]) -> None:

@@ -42,6 +42,7 @@ def test_names_with_quotes_and_rates_of_its_own(tmp_path: Path) -> None:
         accelerators=tuple(replace(item, type='my "fast" \\ card') for item in cluster.accelerators),
         pairs={"node0/0 - node0/2": replace(cluster.within, bandwidth=1.25e9, latency=3e-6, duplex="half")},
         collective_bandwidth=1.6e9,
+        collective_overlap=0.625,
         bus_bandwidth=4.8e10,
     )
     assert _written(odd, tmp_path) == odd

@@ -238,8 +238,7 @@ def _memory(chain: Chain) -> _Memory:
     received = np.concatenate([[0.0], ahead[:-1] + back[:-1]])
     held = np.cumsum(chain.stash)
     peaks = held + chain.unit_workspace
-    taken = np.concatenate([[0.0], (chain.resident_input - chain.saved_before)[1:]])
-    stash = _runs(chain.stash, begun + taken, unfinished + ahead)
+    stash = _runs(chain.stash, begun + chain.resident_input, unfinished + ahead)
     workspace = np.full((len(chain), len(chain)), -np.inf)
     library = np.zeros_like(workspace)
     common = messages_in_workspace(chain)

@@ -58,6 +58,8 @@ class Reducer:
 
     def _send(self, index: int) -> None:
         bucket = self._buckets[index]
+        if self._under_way:
+            self._under_way[-1].wait_until_made()
         given = [item.grad is not None for item in bucket]
         # Numbers from the host would have to wait for all that is queued on the device.
         present = bucket[0].new_ones(len(bucket)) if all(given) else bucket[0].new_tensor([*map(float, given)])
@@ -114,12 +116,25 @@ class _Sum:
         parts = [*(_gradient(item).reshape(-1) for item in parameters), *besides]
         self._sizes = [part.numel() for part in parts]
         self._flat = torch.cat(parts)
+        self._made: torch.cuda.Event | None = None
+        if self._flat.is_cuda:
+            self._made = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._made.record()
         self._works: list[dist.Work] = []
         with guarded(None):
             for piece in torch.split(self._flat, BUCKET_BYTES // self._flat.element_size()):
                 work = dist.all_reduce(piece, group=group, async_op=True)
                 assert work is not None
                 self._works.append(work)
+
+    def wait_until_made(self) -> None:
+        """Until the device has the gradients themselves, not their sums.
+
+        A host that runs further ahead would queue copies that wait for the end of the backward, and behind them,
+        where streams share a queue of the device, those that need not.
+        """
+        if self._made is not None:
+            self._made.synchronize()
 
     def wait(self) -> tuple[Tensor, ...]:
         """The sums, one after another."""

@@ -60,7 +60,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "PipeDream": {"schedule": "pipedream", "strategy": "pipedream"},
     "BaPipe-free": {},
 }
-"""what is asked of the planner; BaPipe-free may choose its schedule, the exact cuts and recomputation"""
+"""what is asked of the planner; BaPipe-free may choose all but the micro-batch: schedule, cuts, recomputation"""
 _MORE_MEMORY = (1.0, 1.03, 1.06, 1.1, 1.15, 1.25, 1.5)
 """of a slice's, for which a plan is tried beyond the planner's own L"""
 _OUT_OF_MEMORY = re.compile(
@@ -170,7 +170,7 @@ def predicted(profile: Profile, machine: Machine, system: str) -> dict[str, Any]
 def planned(profile: Profile, machine: Machine, system: str, layers: int, *, more: float = 1.0) -> Plan:
     """The system's plan for slices of `more` times their memory."""
     count, asked = len(machine), dict(SYSTEMS[system])
-    if system != "DP":
+    if system not in ("DP", "BaPipe-free"):
         asked["stages"] = count
     minibatch = SIZE * (count if system == "DP" else 2 * count)
     cluster = machine.cluster(LINKS, shares=(SHARE,) * count, memory=machine.room * more)

@@ -43,6 +43,8 @@ DDP_BUCKET = 25e6
 """bytes of gradients that torch's DDP reduces at once by default; the last such bucket cannot overlap"""
 OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2}
 """state held by torch's optimizer, in copies of the weights"""
+_UPDATE_COPIES = {"sgd": 0, "momentum": 0, "adam": 1}
+"""what its step makes for a moment, in copies of the weights: Adam the roots of all second moments at once"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,10 @@ class Hardware:
     def static_copies(self) -> int:
         """Weights, gradients and optimizer state, in copies of the weights."""
         return 2 + OPTIMIZER_COPIES[self.optimizer]
+
+    def update_copies(self) -> int:
+        """Those and what the optimizer's step makes besides."""
+        return self.static_copies() + _UPDATE_COPIES[self.optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -300,6 +306,7 @@ def _memory(
         timeline,
         stages_bytes(candidate, schedule),
         copies=hardware.static_copies(),
+        update_copies=hardware.update_copies(),
         recompute=[stage.recompute for stage in candidate.stages],
         phases_told=candidate.chain.phases_told,
     )

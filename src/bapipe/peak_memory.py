@@ -8,6 +8,8 @@ Where a profile tells forwards from backwards, memory is followed from action to
                           + messages that come before the action ends, for a later one
                           + what the action's layers need for a moment
 
+    and in an update      = weights, gradients, optimizer state and buffers, and what the update makes for a moment
+
 Where it does not, all of these are taken to be at their most at once.
 """
 
@@ -49,10 +51,12 @@ def rank_peaks(
     needed: Sequence[StageBytes],
     *,
     copies: int,
+    update_copies: int,
     recompute: Sequence[bool],
     phases_told: bool,
 ) -> list[float]:
-    """Peak bytes of each rank; `copies` of the weights are weights, gradients and optimizer state."""
+    """Peak bytes of each rank; `copies` of the weights are weights, gradients and optimizer state, and
+    `update_copies` those and what an update makes for a moment."""
     versions = schedule.weight_versions or (1,) * len(needed)
     weights = [item.weights * (copies + versions[index] - 1) for index, item in enumerate(needed)]
     sending, receiving = _messages(schedule, needed)
@@ -67,7 +71,8 @@ def rank_peaks(
         held = sum(weights[stage] + sending[stage] for stage in stages)
         own = _in_order(timeline, rank)
         if waiting is not None and len(own) and (timeline.lanes[own] == timeline.lanes[own[0]]).all():
-            peaks.append(held + _followed(schedule, timeline, own, needed, changes, waiting[rank]))
+            update = (update_copies - copies) * sum(needed[stage].weights for stage in stages)
+            peaks.append(held + max(update, _followed(schedule, timeline, own, needed, changes, waiting[rank])))
         else:
             workspace = max((needed[stage].workspace for stage in stages), default=0.0)
             peaks.append(held + features[rank] + workspace + sum(receiving[stage] for stage in stages))

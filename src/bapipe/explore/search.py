@@ -278,7 +278,7 @@ def _pipelines(
         and request.strategy == "exact"
         and not found.hopeless("interleaved")
     ):
-        yield from _interleaved(chain, hardware, microbatches, request)
+        yield from _interleaved(chain, hardware, microbatches, request, found)
 
 
 def _named(family: str, stages: Sequence[StageChoice]) -> str:
@@ -336,22 +336,29 @@ def _optimal(
 
 
 def _interleaved(
-    chain: Chain, hardware: Hardware, microbatches: int, request: Request
+    chain: Chain, hardware: Hardware, microbatches: int, request: Request, found: Found
 ) -> Iterator[tuple[str, Candidate]]:
+    """Of two or three stages each; where none fits, recomputing ones: the more stages, the less one needs."""
     ranks = request.stages or len(hardware.cluster)
     forced = request.schedule == "interleaved"
-    for virtual in (2, 3):
-        if ranks < 2 or (microbatches < ranks and not forced):
-            return
+    if ranks < 2 or (microbatches < ranks and not forced):
+        return
+    made = []
+    for virtual in (2, 3, 4):
         try:
-            yield (
-                "interleaved",
-                interleaved_candidate(chain, hardware, microbatches, ranks=ranks, virtual=virtual),
-            )
+            made.append(interleaved_candidate(chain, hardware, microbatches, ranks=ranks, virtual=virtual))
         except BaPipeError:
             if forced and virtual == 2:
                 raise
-            return
+            break
+    for candidate in made[:2]:
+        yield "interleaved", candidate
+    held = found.by_family.get("interleaved")
+    if held is None or held.short is not None:
+        for candidate in made:
+            again = tuple(replace(stage, recompute=True) for stage in candidate.stages)
+            label = f"{candidate.label}, recomputing"
+            yield "interleaved with recomputation", replace(candidate, stages=again, label=label)
 
 
 def _nothing_to_try(request: Request, count: int, minibatch: int, sizes: Sequence[int]) -> BaPipeError:

@@ -23,13 +23,13 @@ from bapipe.torch.gpu_memory import keep_in_pages
 device = torch.device("cuda", 0)
 if sys.argv[1] == "pages":
     keep_in_pages(device)
-torch.cuda.set_per_process_memory_fraction(1e9 / torch.cuda.get_device_properties(device).total_memory, device)
-large = torch.empty(900 * 10**6, dtype=torch.uint8, device=device)
+torch.cuda.set_per_process_memory_fraction(4e9 / torch.cuda.get_device_properties(device).total_memory, device)
+large = torch.empty(3600 * 10**6, dtype=torch.uint8, device=device)
 del large
-held = [torch.empty(45 * 10**6, dtype=torch.uint8, device=device) for _ in range(20)]
+held = [torch.empty(180 * 10**6, dtype=torch.uint8, device=device) for _ in range(20)]
 del held[::2]
 try:
-    torch.empty(350 * 10**6, dtype=torch.uint8, device=device)
+    torch.empty(1300 * 10**6, dtype=torch.uint8, device=device)
     print("fits")
 except torch.OutOfMemoryError:
     print("does not fit")

@@ -389,23 +389,26 @@ def _nothing_fits(found: Found, hardware: Hardware) -> InfeasibleError:
         )
     stage, short = closest.short
     choice, chain = closest.candidate.stages[stage], closest.candidate.chain
+    together = [item for item in closest.candidate.stages if item.accelerators == choice.accelerators]
     names = chain.profile.layers
     first, last = chain.units[choice.first].layer, chain.units[choice.last].layer
     weights = chain.weight_bytes * hardware.static_copies() + chain.stash * closest.live[stage]
     heaviest = chain.units[choice.first + int(weights[choice.first : choice.last + 1].argmax())].layer
     need = closest.memory[stage]
+    more = f", with {len(together) - 1} more on its accelerator" if len(together) > 1 else ""
     helps = [f"accelerators of {format_bytes(need)}"]
     if chain.microbatch > 1:
         helps.append("a smaller --microbatch (profile smaller sizes if they are missing)")
     if hardware.optimizer != "sgd":
-        saved = stage_bytes(chain, choice.first, choice.last).weights * (hardware.static_copies() - 2)
+        held = sum(stage_bytes(chain, item.first, item.last).weights for item in together)
+        saved = held * (hardware.static_copies() - 2)
         helps.append(f"--optimizer sgd (saves {format_bytes(saved)} there)")
     if len(closest.candidate.stages) < len(chain):
         helps.append("more accelerators")
     return InfeasibleError(
         f"nothing fits: the closest, {closest.candidate.label} at micro-batch {chain.microbatch}, is "
         f"{format_bytes(short)} short on stage {stage} (layers '{names[first].name[:60]}' to "
-        f"'{names[last].name[:60]}', the heaviest '{names[heaviest].name[:60]}'), which needs "
+        f"'{names[last].name[:60]}', the heaviest '{names[heaviest].name[:60]}'{more}), which needs "
         f"{format_bytes(need)} of {format_bytes(closest.capacity[stage])}; any of these would help: "
         + "; ".join(helps)
     )

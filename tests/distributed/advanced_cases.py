@@ -202,7 +202,13 @@ SPLIT_AND = (
         cuts=(("embedding", 5), ("one_way", 3), ("classifier", 9)),
     ),
 )
-QUICK = (*HYBRID, *ZERO_BUBBLE, *INTERLEAVED, *SPLIT, *SPLIT_AND)
+SIDE_BY_SIDE = (
+    AdvancedCase(model="pictures", schedule="zb-h1", microbatches=5, cuts=(("second", 0),), replicas=(2, 2)),
+    AdvancedCase(
+        model="words-sum", schedule="zb-h2", microbatches=6, cuts=(("one_way", 2),), replicas=(2, 2), short=True
+    ),
+)
+QUICK = (*HYBRID, *ZERO_BUBBLE, *INTERLEAVED, *SPLIT, *SPLIT_AND, *SIDE_BY_SIDE)
 
 _CUTS: dict[str, tuple[tuple[Cut, ...], ...]] = {
     "pictures": (
@@ -231,8 +237,7 @@ def _full() -> tuple[AdvancedCase, ...]:
     ):
         for cuts in _CUTS[model.partition("-")[0]]:
             ways: list[tuple[int, ...] | None] = [None]
-            if not schedule.startswith("zb"):
-                ways += [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+            ways += [(2, 2, 2)] if schedule.startswith("zb") else [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
             for replicas in ways:
                 found.append(
                     AdvancedCase(

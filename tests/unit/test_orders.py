@@ -240,7 +240,7 @@ def test_full_overlap_caps_ignore_rounding() -> None:
         ({"replicas": [2]}, "2 stages need 2 replica counts"),
         ({"replicas": [0, 1]}, "of at least 1"),
         ({"name": "fbp-as", "replicas": [2, 1]}, "fbp-as runs without replicated stages"),
-        ({"name": "zb-h1", "replicas": [2, 1]}, "zb-h1 runs without replicated stages"),
+        ({"name": "zb-h1", "replicas": [2, 1]}, "zb-h1 runs with as many replicas of each stage"),
         ({"name": "interleaved", "virtual": 0}, "at least 1 stage per rank, got 0"),
         ({"name": "fbp-as", "slots": "tables"}, "unknown slot rule 'tables'.*did you mean 'table'"),
     ],

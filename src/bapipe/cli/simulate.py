@@ -185,9 +185,11 @@ def _simulate(made: Schedule, options: dict[str, Any]) -> tuple[Summary, Timelin
 def _simulate_all(options: dict[str, Any]) -> list[tuple[Summary, Timeline]]:
     stages, microbatches = _sizes(options)
     results = []
-    replicated = max(options["replicas"] or (1,)) > 1
+    replicas = options["replicas"] or (1,)
+    replicated = max(replicas) > 1
+    able = ("gpipe", "1f1b-sno", "1f1b-so", *(("zb-h1", "zb-h2") if len(set(replicas)) == 1 else ()))
     for name in SCHEDULES:
-        if (replicated and name not in ("gpipe", "1f1b-sno", "1f1b-so")) or name in _left_out(options):
+        if (replicated and name not in able) or name in _left_out(options):
             continue
         results.append(_simulate(_schedule(name, options), options))
     if not replicated:

@@ -1,4 +1,4 @@
-"""Pipelines of few, replicated stages that the accelerators divide evenly.
+"""Pipelines with replicas: of few stages that the accelerators divide evenly, and whole ones side by side.
 
 The exact partition goes by a formula that takes stages to fill and drain as if alike. Straight pipelines of uneven
 stages take longer than it says, replicated ones do not, so some of these are always simulated as well.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from bapipe.chain import Chain
-from bapipe.evaluate import Hardware, StageChoice, all_reduce_time
+from bapipe.cluster import Cluster
+from bapipe.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
 from bapipe.partition.cuts import starts
+from bapipe.schedule.replicas import side_by_side
 
-__all__ = ["balanced_hybrids"]
+__all__ = ["balanced_hybrids", "copies_of", "numbers_of_copies"]
 
 _TRIED = 12
 """hybrids that are simulated, the best by the formula"""
@@ -79,3 +82,35 @@ def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], mic
         for stage in stages
     ]
     return sum(work) + steady + max(sums)
+
+
+def numbers_of_copies(cluster: Cluster) -> list[int]:
+    """How many pipelines of two stages or more may run side by side on all accelerators, which must be alike."""
+    count = len(cluster)
+    alike = len({item.type for item in cluster.accelerators}) == 1 and cluster.topology == "full"
+    return [number for number in range(2, count // 2 + 1) if count % number == 0] if alike else []
+
+
+def copies_of(candidate: Candidate, number: int, cluster: Cluster) -> Iterator[Candidate]:
+    """As many of a straight pipeline that is planned for the first accelerators.
+
+    Replicas of a stage are neighbours; with several nodes also apart, so that each pipeline keeps to few nodes.
+    """
+    stages, each = candidate.stages, len(cluster) // number
+    shape = "-".join([str(number)] * len(stages))
+    schedule = side_by_side([candidate.schedule] * number)
+    label = f"{candidate.label.partition(',')[0]}, stages {shape}"
+    several = len({item.node for item in cluster.accelerators}) > 1
+    for near in (True, False) if several else (True,):
+        placed = tuple(
+            replace(
+                stage,
+                accelerators=tuple(
+                    own * number + copy if near else own + copy * each
+                    for own in stage.accelerators
+                    for copy in range(number)
+                ),
+            )
+            for stage in stages
+        )
+        yield replace(candidate, label=label, stages=placed, schedule=schedule, steps=())

@@ -18,7 +18,7 @@ from bapipe.evaluate import Candidate, Evaluation, Hardware, StageChoice, evalua
 from bapipe.explore.data_parallel import Estimate, analytic_rivals, at_minibatch, data_parallel_candidate
 from bapipe.explore.divided import refined, split_stages, splits_everywhere
 from bapipe.explore.found import Found, lightest, rank
-from bapipe.explore.hybrids import balanced_hybrids
+from bapipe.explore.hybrids import balanced_hybrids, copies_of, numbers_of_copies
 from bapipe.explore.pipelines import (
     Family,
     build,
@@ -46,6 +46,8 @@ _WORTH_MEMORY = 5e-3
 """share of the time that an order made for its stages must save, which mostly holds more than the usual one"""
 _TIMED = 3
 """pipelines whose stages are tried in an order made for them"""
+_REPLICATED = ("1f1b-sno", "1f1b-so", "1f1b", "zb", "zb-h1", "zb-h2")
+"""schedules that run in several pipelines side by side"""
 _NEAR = 1.15
 """times the best plan's time up to which that may pay"""
 
@@ -113,6 +115,8 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
     held = found.by_family.get("zb")
     if timed and held and (held.short is not None or timed.time < (1 - _WORTH_MEMORY) * held.time):
         found.add("zb", timed)
+    for family, candidate in _side_by_side(profile, hardware, request, minibatch):
+        found.add(family, evaluate(candidate, hardware))
     if not found.by_family:
         raise _nothing_to_try(request, len(cluster), minibatch, sizes)
     if found.best is None:
@@ -156,6 +160,28 @@ def _in_timed_order(found: Found, hardware: Hardware, request: Request) -> list[
             moves = "slices" if splits_everywhere(start.candidate.chain, hardware, request) else "layers"
         made += timed_plans(start, hardware, moves=moves)
     return made
+
+
+def _side_by_side(
+    profile: Profile, hardware: Hardware, request: Request, minibatch: int
+) -> Iterator[tuple[str, Candidate]]:
+    """The best pipelines of some accelerators for their share of the mini-batch, as often as there are such."""
+    cluster = hardware.cluster
+    free = request.stages is None and request.strategy == "exact" and request.space == "full"
+    if not free or request.schedule not in (None, *_REPLICATED) or len(profile.layers) * len(cluster) > THOROUGH:
+        return
+    for number in numbers_of_copies(cluster):
+        if minibatch % number:
+            continue
+        part = replace(cluster, accelerators=cluster.accelerators[: len(cluster) // number])
+        try:
+            own = explore(profile, part, replace(request, minibatch=minibatch // number, stages=len(part)))
+        except BaPipeError:
+            continue
+        for evaluation in own.considered[:_TIMED]:
+            if evaluation.short is None and evaluation.candidate.schedule.name in _REPLICATED:
+                for candidate in copies_of(evaluation.candidate, number, cluster):
+                    yield f"{candidate.schedule.name}, hybrid", candidate
 
 
 def _brute_gap(best: Evaluation, hardware: Hardware) -> float | None:

@@ -19,6 +19,7 @@ import numpy as np
 from bapipe.errors import BaPipeError, nearest
 from bapipe.schedule.actions import Concurrency, Kind, Lane, Schedule, Sending
 from bapipe.schedule.lanes import one_stage_lane, require_sizes
+from bapipe.schedule.replicas import replicated
 from bapipe.schedule.zero_bubble import zb_h1, zb_h2, zero_bubble
 
 __all__ = [
@@ -344,9 +345,12 @@ def make_schedule(
         if caps is None:
             raise BaPipeError(f"{name} needs --cap, one K per stage, such as --cap 7,5,3,1")
         if name == "zb":
-            _refuse_replicas(name, replicas)
-            return zero_bubble(num_stages, num_microbatches, caps)
+            held = tuple(caps)
+            return replicated(name, lambda count: zero_bubble(num_stages, count, held), num_microbatches, replicas)
         return capped(num_stages, num_microbatches, caps, replicas=replicas)
+    if name in ("zb-h1", "zb-h2"):
+        order = SCHEDULES[name]
+        return replicated(name, lambda count: order(num_stages, count), num_microbatches, replicas)
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     if replicas is None or max(replicas) == 1:
         return schedule

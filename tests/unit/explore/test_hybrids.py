@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapipe.chain import make_chain
+from bapipe.cluster import Link
 from bapipe.evaluate import Hardware, StageChoice, evaluate
 from bapipe.explore import Request, explore
 from bapipe.explore.hybrids import balanced_hybrids
@@ -28,9 +30,12 @@ def test_what_has_the_time_is_replicated_and_what_has_the_weights_is_not() -> No
     stages = found.best.candidate.stages
     assert [len(stage.accelerators) for stage in stages] == [3, 1]
     assert stages[1].last - stages[1].first >= 3
-    rivals = {item.candidate.label: item.time for item in found.considered[1:]}
-    assert any(label.startswith("data parallelism") for label in rivals)
-    assert found.best.time < 0.97 * min(time for label, time in rivals.items() if "stages 3-1" not in label)
+    plain = [item for item in found.considered if len({len(s.accelerators) for s in item.candidate.stages}) == 1]
+    whole = [item for item in plain if item.candidate.schedule.name == "data-parallel"]
+    straight = [item for item in plain if len(item.candidate.stages) == 4]
+    assert found.best.time < 0.97 * min(item.time for item in (*whole, *straight))
+    assert whole
+    assert straight
 
 
 @settings(max_examples=30, deadline=None)
@@ -67,3 +72,25 @@ def test_all_accelerators_are_dealt_once(count: int) -> None:
         assert max(len(stage.accelerators) for stage in stages) > 1
         assert [stage.first for stage in stages[1:]] == [stage.last + 1 for stage in stages[:-1]]
         assert (stages[0].first, stages[-1].last) == (0, len(VGG) - 1)
+
+
+def test_whole_pipelines_go_side_by_side() -> None:
+    """Eight stages of these layers are uneven, four or two are not."""
+    profile = made_profile({"x": [1.0, 3.0] * 4}, weights=[1.0] * 8, boundary=[0.01] * 8, sizes=(1,))
+    cluster = made_cluster({"x": 8}, bandwidth=5.0)
+    found = explore(profile, cluster, Request(minibatch=16, schedule="zb-h1"))
+    stages = found.best.candidate.stages
+    assert [len(stage.accelerators) for stage in stages] in ([2] * 4, [4] * 2)
+    assert found.best.candidate.label.startswith("zb-h1, stages ")
+    straight = explore(profile, cluster, Request(minibatch=16, schedule="zb-h1", stages=8)).best
+    assert found.best.time < 0.9 * straight.time
+    assert sorted(index for stage in stages for index in stage.accelerators) == list(range(8))
+
+
+def test_each_of_them_keeps_to_a_node_where_links_between_nodes_are_slow() -> None:
+    profile = made_profile({"x": [1.0] * 4}, boundary=[1.0] * 4, sizes=(1,))
+    cluster = made_cluster({"x": 4}, bandwidth=100.0)
+    nodes = tuple(replace(item, node=f"node{index // 2}") for index, item in enumerate(cluster.accelerators))
+    slow = replace(cluster, accelerators=nodes, between=Link(bandwidth=0.1))
+    best = explore(profile, slow, Request(minibatch=16, schedule="zb-h1")).best
+    assert [stage.accelerators for stage in best.candidate.stages] == [(0, 2), (1, 3)]

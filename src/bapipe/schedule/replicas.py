@@ -1,0 +1,69 @@
+"""Replicas of whole pipelines: several side by side, whose stages sum their gradients.
+
+two of 2 stages, M = 4      stage 0: ranks 0 and 1, stage 1: ranks 2 and 3
+0  F0 F2 …                  the first has the even micro-batches,
+1  F1 F3 …                  the second the odd ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from bapipe.errors import BaPipeError
+from bapipe.schedule.actions import Lane, Schedule
+
+__all__ = ["replicated", "side_by_side"]
+
+
+def side_by_side(pipelines: Sequence[Schedule]) -> Schedule:
+    """As many replicas of a straight pipeline, each on ranks of its own; micro-batches are dealt to them in turn.
+
+    The first ones have a micro-batch more where these do not go round. Stage i is on the ranks i·r to i·r + r − 1.
+    """
+    first, count = pipelines[0], len(pipelines)
+    if any(len(ranks) > 1 for ranks in first.placement) or first.num_ranks < first.num_stages:
+        raise BaPipeError(f"only straight pipelines go side by side, and {first.name} has another shape")
+    total = sum(item.num_microbatches for item in pipelines)
+    dealt = [len(range(replica, total, count)) for replica in range(count)]
+    if [item.num_microbatches for item in pipelines] != dealt or any(
+        (item.name, item.placement) != (first.name, first.placement) for item in pipelines
+    ):
+        raise BaPipeError("pipelines side by side are of one name and shape, with micro-batches dealt in turn")
+    lanes = [
+        Lane(
+            lane.rank * count + replica,
+            lane.kinds,
+            lane.stages,
+            np.where(lane.microbatches < 0, -1, lane.microbatches * count + replica),
+            lane.name,
+        )
+        for replica, item in enumerate(pipelines)
+        for lane in item.lanes
+    ]
+    caps = [max(held) * count for held in zip(*(item.caps or () for item in pipelines), strict=True)]
+    return replace(
+        first,
+        num_microbatches=total,
+        placement=tuple(tuple(range(rank * count, (rank + 1) * count)) for (rank,) in first.placement),
+        lanes=tuple(sorted(lanes, key=lambda lane: lane.rank)),
+        caps=tuple(caps) or None,
+    )
+
+
+def replicated(
+    name: str, order: Callable[[int], Schedule], num_microbatches: int, replicas: Sequence[int] | None
+) -> Schedule:
+    """Zero-bubble orders of so many micro-batches, side by side where stages are replicated, all alike."""
+    count = max(replicas or (1,))
+    if count == 1:
+        return order(num_microbatches)
+    if min(replicas or (1,)) != count:
+        raise BaPipeError(f"{name} runs with as many replicas of each stage; make --replicas alike")
+    if num_microbatches < count:
+        raise BaPipeError(
+            f"{count} replicas need as many micro-batches, got {num_microbatches}; raise --microbatches"
+        )
+    return side_by_side([order(len(range(replica, num_microbatches, count))) for replica in range(count)])

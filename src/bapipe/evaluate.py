@@ -17,7 +17,7 @@ from bapipe.profile import Profile
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.orders import with_recompute, with_update
 from bapipe.simulate import Costs, simulate
-from bapipe.stage_memory import StageBytes, stage_bytes
+from bapipe.stage_memory import stages_bytes
 from bapipe.timeline import Timeline
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "plan_timeline",
     "shared_sums",
     "stage_costs",
-    "stages_bytes",
 ]
 
 Optimizer = Literal["sgd", "momentum", "adam"]
@@ -288,15 +287,6 @@ def _accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
     return ranks
 
 
-def stages_bytes(candidate: Candidate, schedule: Schedule) -> list[StageBytes]:
-    """What each stage needs under this schedule."""
-    parted = schedule.parted_stages()
-    return [
-        stage_bytes(candidate.chain, stage.first, stage.last, parted=index in parted)
-        for index, stage in enumerate(candidate.stages)
-    ]
-
-
 def _memory(
     candidate: Candidate, hardware: Hardware, timeline: Timeline, schedule: Schedule
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -304,7 +294,7 @@ def _memory(
     peaks = rank_peaks(
         schedule,
         timeline,
-        stages_bytes(candidate, schedule),
+        stages_bytes(candidate.chain, [(stage.first, stage.last) for stage in candidate.stages], schedule),
         copies=hardware.static_copies(),
         update_copies=hardware.update_copies(),
         recompute=[stage.recompute for stage in candidate.stages],

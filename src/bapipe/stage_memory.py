@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bapipe.chain import Chain, Floats, apart_from, part_costs
+from bapipe.schedule.actions import Schedule
 
-__all__ = ["StageBytes", "messages_in_workspace", "passed_on", "stage_bytes"]
+__all__ = ["StageBytes", "messages_in_workspace", "passed_on", "stage_bytes", "stages_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,12 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
         backward_workspace=backward + library,
         first_backward_workspace=anew + library,
     )
+
+
+def stages_bytes(chain: Chain, spans: Sequence[tuple[int, int]], schedule: Schedule) -> list[StageBytes]:
+    """Of each stage's units, first and last, under this schedule."""
+    parted = schedule.parted_stages()
+    return [stage_bytes(chain, *span, parted=index in parted) for index, span in enumerate(spans)]
 
 
 def passed_on(chain: Chain, first: int) -> Floats:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 from bapipe.chain import Chain
-from bapipe.evaluate import Evaluation, parting_time, stages_bytes
+from bapipe.evaluate import Evaluation, parting_time
 from bapipe.explore.found import AS_FAST
 from bapipe.explore.pipelines import MOST_TYPES
 from bapipe.explore.search import Exploration
 from bapipe.peak_memory import message_bytes
 from bapipe.plan import LayerPart, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.files import ScheduleFile
+from bapipe.stage_memory import stages_bytes
 from bapipe.units import format_bytes, format_seconds
 
 __all__ = ["make_plan"]
@@ -58,7 +59,7 @@ def _kind(evaluation: Evaluation) -> Literal["pipeline", "data-parallel", "hybri
 def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     chain, cluster = best.candidate.chain, found.hardware.cluster
     stages, parted = [], best.schedule.parted_stages()
-    weighed = stages_bytes(best.candidate, best.schedule)
+    weighed = stages_bytes(chain, [(choice.first, choice.last) for choice in best.candidate.stages], best.schedule)
     messages = message_bytes(best.schedule, weighed)
     for index, choice in enumerate(best.candidate.stages):
         first, last = chain.units[choice.first], chain.units[choice.last]

@@ -7,6 +7,7 @@ stages take longer than it says, replicated ones do not, so some of these are al
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -26,10 +27,13 @@ _THREE_STAGES = 16
 """accelerators up to which they may also be dealt to three stages"""
 
 
-def balanced_hybrids(chain: Chain, hardware: Hardware, microbatches: int) -> list[tuple[StageChoice, ...]]:
+def balanced_hybrids(
+    chain: Chain, hardware: Hardware, microbatches: int, *, within: float = math.inf
+) -> list[tuple[StageChoice, ...]]:
     """Two or three stages over all accelerators, some replicated, cut so that each replica has as much to do.
 
-    Only where accelerators are alike and any can send to any: the exact partition knows the others' rules.
+    Only where accelerators are alike and any can send to any: the exact partition knows the others' rules. Those
+    that take longer than `within` seconds by the formula are left out.
     """
     cluster = hardware.cluster
     count = len(cluster)
@@ -47,7 +51,7 @@ def balanced_hybrids(chain: Chain, hardware: Hardware, microbatches: int) -> lis
             stages = _stages((*cuts, len(chain) - 1), replicas)
             scored.append((_time(chain, hardware, stages, microbatches), stages))
     scored.sort(key=lambda item: item[0])
-    return [stages for _, stages in scored[:_TRIED]]
+    return [stages for time, stages in scored[:_TRIED] if time <= within]
 
 
 def _shares(count: int, microbatches: int) -> Iterator[tuple[int, ...]]:

@@ -291,8 +291,9 @@ def _pipelines(
                 if name == "1f1b" and _straight(cut) and not any(stage.recompute for stage in cut):
                     plain.append((own_chain, cut))
                 yield _named(name, cut), build(own_chain, cut, family, microbatches, hardware)
-            if family.replicas and not paper and request.stages is None:
-                for stages in balanced_hybrids(chain, hardware, microbatches):
+            if _tries_replicas(chain, count, family) and not paper and request.stages is None:
+                within = math.inf if found.best is None else _NEAR * found.best.time
+                for stages in balanced_hybrids(chain, hardware, microbatches, within=within):
                     yield _named(name, stages), build(chain, stages, family, microbatches, hardware)
         if request.strategy == "bapipe" or (request.strategy == "exact" and len(chain) * count <= THOROUGH):
             candidate = paper_candidate(chain, hardware, family, microbatches, request)
@@ -329,9 +330,8 @@ def _optimal(
     if depth is not None:
         require_layers(chain, depth)
     levels = [True] if hardware.cluster.between is None else [True, False]
-    # Replicas make the exact search dear; a large problem tries them under the schedule that gains most by them.
-    tried = len(chain) * count <= THOROUGH or family.schedule == "1f1b-so"
-    widths = [False, True] if family.replicas and tried and not paper and depth is None and count > 1 else [False]
+    wide = _tries_replicas(chain, count, family) and not paper and depth is None and count > 1
+    widths = [False, True] if wide else [False]
     for fast in levels:
         for wide in widths:
             try:
@@ -359,6 +359,11 @@ def _optimal(
                 yield from split_stages(refine(chain, beside), stages, hardware, family, microbatches, fast)
             elif depth is not None:
                 yield from split_stages(refined(chain), stages, hardware, family, microbatches, fast)
+
+
+def _tries_replicas(chain: Chain, count: int, family: Family) -> bool:
+    """Replicas make the search dear; a large problem tries them under the schedule that gains most by them."""
+    return family.replicas and (len(chain) * count <= THOROUGH or family.schedule == "1f1b-so")
 
 
 def _interleaved(

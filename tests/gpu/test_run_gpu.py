@@ -43,7 +43,8 @@ CLUSTER = Cluster(
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
 def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """Of a small model, with every layer as costly as the next: then halves of layers balance two stages."""
+    """Of a small model, with every layer as costly as the next and dividing it free: then halves of layers balance
+    two stages."""
     found = profile_model(
         request.param,
         settings=Settings(microbatches=(4,), folder=tmp_path_factory.mktemp("cache"), seconds=0.01),
@@ -53,7 +54,8 @@ def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ).profile
     (table,) = found.accelerators.values()
     ones, halves = (((cost,) * len(found.layers),) for cost in (1e-3, 5e-4))
-    costs = replace(table, forward=ones, backward=ones, weight_gradient=halves)
+    costs = replace(table, forward=ones, backward=ones, weight_gradient=halves, parting=None)
+    costs = replace(costs, part_forward=None, part_backward=None)
     return replace(found, accelerators={TYPE: costs})
 
 

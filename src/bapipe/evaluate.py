@@ -297,7 +297,6 @@ def _memory(
         stages_bytes(candidate.chain, [(stage.first, stage.last) for stage in candidate.stages], schedule),
         copies=hardware.static_copies(),
         update_copies=hardware.update_copies(),
-        recompute=[stage.recompute for stage in candidate.stages],
         phases_told=candidate.chain.phases_told,
     )
     memory = tuple(max(peaks[rank] for rank in ranks) for ranks in schedule.placement)

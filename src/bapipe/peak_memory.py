@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,15 +33,6 @@ Ints = NDArray[np.int64]
 
 _POSTED = 2
 """messages of a wire that a rank takes before they are needed, as the runtime does"""
-_COMPUTE = [int(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Changes:
-    """By kind and stage: features that an action adds when it starts and lets go when it ends."""
-
-    start: Floats
-    end: Floats
 
 
 def rank_peaks(
@@ -52,7 +42,6 @@ def rank_peaks(
     *,
     copies: int,
     update_copies: int,
-    recompute: Sequence[bool],
     phases_told: bool,
 ) -> list[float]:
     """Peak bytes of each rank; `copies` of the weights are weights, gradients and optimizer state, and
@@ -60,19 +49,21 @@ def rank_peaks(
     versions = schedule.weight_versions or (1,) * len(needed)
     weights = [item.weights * (copies + versions[index] - 1) for index, item in enumerate(needed)]
     sending, receiving = _messages(schedule, needed)
-    features = timeline.peak_bytes_by_rank(
-        [item.stash for item in needed], [item.kept for item in needed], [item.delayed for item in needed]
-    )
-    waiting = _waiting(timeline, needed) if phases_told else None
-    changes = _changes(needed, recompute)
+    parts = ([item.stash for item in needed], [item.kept for item in needed], [item.delayed for item in needed])
+    orders = [timeline.compute_of(rank) for rank in range(schedule.num_ranks)]
+    follow = [phases_told and len(own) > 0 and len(set(timeline.lanes[own].tolist())) == 1 for own in orders]
+    features = [] if all(follow) else timeline.peak_bytes_by_rank(*parts)
+    change = timeline.feature_changes(np.array(parts[0]), *parts[1:])
+    consumers = timeline.consumers()
     peaks = []
-    for rank in range(schedule.num_ranks):
+    for rank, own in enumerate(orders):
         stages = schedule.stages_of(rank)
         held = sum(weights[stage] + sending[stage] for stage in stages)
-        own = _in_order(timeline, rank)
-        if waiting is not None and len(own) and (timeline.lanes[own] == timeline.lanes[own[0]]).all():
+        if follow[rank]:
+            waiting = _waiting(timeline, rank, own, consumers, needed)
+            most = _followed(timeline, own, needed, change, always=not schedule.flushes) + waiting
             update = (update_copies - copies) * sum(needed[stage].weights for stage in stages)
-            peaks.append(held + max(update, _followed(schedule, timeline, own, needed, changes, waiting[rank])))
+            peaks.append(held + max(update, float(most.max())))
         else:
             workspace = max((needed[stage].workspace for stage in stages), default=0.0)
             peaks.append(held + features[rank] + workspace + sum(receiving[stage] for stage in stages))
@@ -103,35 +94,20 @@ def _messages(schedule: Schedule, needed: Sequence[StageBytes]) -> tuple[list[fl
     return sending, receiving
 
 
-def _changes(needed: Sequence[StageBytes], recompute: Sequence[bool]) -> _Changes:
-    stash, kept, delayed = np.array([(item.stash, item.kept, item.delayed) for item in needed]).T
-    held = np.where(recompute, kept, stash)
-    start, end = np.zeros((2, len(Kind), len(needed)))
-    start[Kind.F], start[Kind.R] = held, stash - held
-    end[Kind.B], end[Kind.I], end[Kind.W] = -stash, delayed - stash, -delayed
-    return _Changes(start=start, end=end)
-
-
 def _followed(
-    schedule: Schedule,
-    timeline: Timeline,
-    own: Ints,
-    needed: Sequence[StageBytes],
-    changes: _Changes,
-    waiting: Floats,
-) -> float:
-    """The most of one rank beside its weights; `own` are its actions in order, all of one lane."""
+    timeline: Timeline, own: Ints, needed: Sequence[StageBytes], change: Floats, *, always: bool
+) -> Floats:
+    """What a rank holds in each of its actions, `own`, beside its weights and messages; `always`: every backward
+    makes gradients, as each is followed by its update."""
     kinds, stages = timeline.kinds[own], timeline.stages[own]
-    ends = changes.end[kinds, stages]
-    features = np.cumsum(changes.start[kinds, stages]) + np.cumsum(ends) - ends
-    besides = np.zeros((len(Kind), len(needed)))
-    for stage, item in enumerate(needed):
-        besides[[Kind.F, Kind.R], stage] = item.forward_workspace
-        besides[[Kind.B, Kind.I, Kind.W], stage] = item.backward_workspace
-    total = features + besides[kinds, stages] + waiting
-    for stage in schedule.stages_of(int(timeline.ranks[own[0]])):
-        _without_gradients(total, kinds, stages == stage, needed[stage], always=not schedule.flushes)
-    return float(total.max())
+    changes, forward = change[kinds, stages], (kinds == Kind.F) | (kinds == Kind.R)
+    after = np.cumsum(changes)
+    total = np.where(forward, after, after - changes)  # the others let go when they end
+    workspaces = np.array([(item.backward_workspace, item.forward_workspace) for item in needed])
+    total += workspaces[stages, forward.astype(np.int64)]
+    for stage in set(stages.tolist()):
+        _without_gradients(total, kinds, stages == stage, needed[stage], always=always)
+    return total
 
 
 def _without_gradients(
@@ -149,29 +125,25 @@ def _without_gradients(
     total[makes if always else makes[:1]] -= less
 
 
-def _waiting(timeline: Timeline, needed: Sequence[StageBytes]) -> list[Floats]:
-    """By rank, for each of its compute actions in order, bytes of messages that come before it ends, for later."""
-    transfers, consumers = timeline.transfers, timeline.consumers()
-    source = transfers.source
-    sizes = np.array([[item.answered for item in needed], [item.sent for item in needed]])
-    size = sizes[(timeline.kinds[source] == Kind.F).astype(np.int64), timeline.stages[source]]
+def _waiting(timeline: Timeline, rank: int, own: Ints, consumers: Ints, needed: Sequence[StageBytes]) -> Floats:
+    """For each of a rank's actions, `own`, bytes of messages that come before it ends, for a later one."""
+    transfers = timeline.transfers
+    coming = np.flatnonzero((transfers.to_rank == rank) & (consumers >= 0))
     place = np.zeros(len(timeline.kinds), np.int64)
-    found = []
-    for rank in range(timeline.num_ranks):
-        own = _in_order(timeline, rank)
-        place[own] = np.arange(len(own))
-        coming = np.flatnonzero((transfers.to_rank == rank) & (consumers >= 0))
-        coming = coming[np.argsort(place[consumers[coming]], kind="stable")]
-        taken = place[consumers[coming]]
-        wires = timeline.ranks[source[coming]] * len(Kind) + timeline.kinds[source[coming]]
-        there = _there(transfers.arrival[coming], timeline.start[own][taken], wires)
-        order = np.argsort(there, kind="stable")
-        came = np.concatenate([[0.0], np.cumsum(size[coming][order])])
-        gone = np.concatenate([[0.0], np.cumsum(size[coming])])
-        all_came = came[np.searchsorted(there[order], timeline.end[own], side="left")]
-        all_gone = gone[np.searchsorted(taken, np.arange(len(own)), side="right")]
-        found.append(np.maximum(0.0, all_came - all_gone))
-    return found
+    place[own] = np.arange(len(own))
+    coming = coming[np.argsort(place[consumers[coming]], kind="stable")]
+    taken, source = place[consumers[coming]], transfers.source[coming]
+    kinds = timeline.kinds[source]
+    sizes = np.array([(item.answered, item.sent) for item in needed])
+    size = sizes[timeline.stages[source], (kinds == Kind.F).astype(np.int64)]
+    wires = timeline.ranks[source] * len(Kind) + kinds
+    there = _there(transfers.arrival[coming], timeline.start[own][taken], wires)
+    order = np.argsort(there, kind="stable")
+    came = np.concatenate([[0.0], np.cumsum(size[order])])
+    gone = np.concatenate([[0.0], np.cumsum(size)])
+    all_came = came[np.searchsorted(there[order], timeline.end[own], side="left")]
+    all_gone = gone[np.searchsorted(taken, np.arange(len(own)), side="right")]
+    return np.asarray(np.maximum(0.0, all_came - all_gone), dtype=np.float64)
 
 
 def _there(arrival: Floats, taken: Floats, wires: Ints) -> Floats:
@@ -181,9 +153,3 @@ def _there(arrival: Floats, taken: Floats, wires: Ints) -> Floats:
         own = np.flatnonzero(wires == wire)
         there[own[_POSTED:]] = np.maximum(there[own[_POSTED:]], taken[own[:-_POSTED]])
     return there
-
-
-def _in_order(timeline: Timeline, rank: int) -> Ints:
-    """A rank's compute actions in the order of time."""
-    own = np.flatnonzero((timeline.ranks == rank) & np.isin(timeline.kinds, _COMPUTE))
-    return own[np.argsort(timeline.start[own], kind="stable")]

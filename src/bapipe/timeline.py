@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,6 +15,11 @@ __all__ = ["Timeline", "Transfers"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+_COMPUTES = np.isin(range(len(Kind)), [int(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)])
+_GROWS = np.isin(range(len(Kind)), [int(Kind.F), int(Kind.R)])
+"""by kind of action: whether it computes, and whether it adds features, when it starts"""
 
 
 def _no_ints() -> Ints:
@@ -186,6 +192,27 @@ class Timeline:
         own = [order[low:high] for low, high in pairwise(edges)]
         return [(times[part], np.cumsum(steps[part])) for part in own]
 
+    def feature_changes(
+        self, stash: Floats, kept: Sequence[float] | None = None, delayed: Sequence[float] | None = None
+    ) -> Floats:
+        """By kind of action and stage, bytes of features that F and R add when they start, and that others let go
+        when they end; the arguments are those of `peak_bytes_by_rank`."""
+        # Plain numbers, because numpy takes several times longer to compare with a member of an enum.
+        forward, again, first, second, whole = (int(kind) for kind in (Kind.F, Kind.R, Kind.I, Kind.W, Kind.B))
+        waiting = stash if delayed is None else np.asarray(delayed, float)
+        recomputed = np.zeros(self.num_stages, bool)
+        recomputed[self.stages[self.kinds == again]] = True
+        held = np.where(recomputed, stash if kept is None else np.asarray(kept, float), stash)
+        change = np.zeros((len(Kind), self.num_stages))
+        change[forward], change[again], change[whole] = held, stash - held, -stash
+        change[first], change[second] = waiting - stash, -waiting
+        return change
+
+    def compute_of(self, rank: int) -> Ints:
+        """Indices of a rank's actions that compute (F, B, I, W, R), in the order of time."""
+        own = np.flatnonzero(_COMPUTES[self.kinds] & (self.ranks == rank))
+        return own[np.argsort(self.start[own], kind="stable")]
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         from bapipe.report.notebook import timeline_html
@@ -200,21 +227,11 @@ class Timeline:
         self, stash: Floats, kept: list[float] | None, delayed: list[float] | None
     ) -> tuple[Floats, Floats, Ints, Ints]:
         """Every growth and release of live features: times, byte steps, stages and ranks."""
-        # Plain numbers, because numpy takes several times longer to compare with a member of an enum.
-        forward, again, first, second, whole = (int(kind) for kind in (Kind.F, Kind.R, Kind.I, Kind.W, Kind.B))
-        waiting = stash if delayed is None else np.asarray(delayed, float)
-        recomputed = np.zeros(self.num_stages, bool)
-        recomputed[self.stages[self.kinds == again]] = True
-        held = np.where(recomputed, stash if kept is None else np.asarray(kept, float), stash)
-        change = np.zeros((len(Kind), self.num_stages))
-        change[forward], change[again], change[whole] = held, stash - held, -stash
-        change[first], change[second] = waiting - stash, -waiting
-        changes = np.zeros(len(Kind), bool)
-        changes[[forward, again, whole, first, second]] = True
+        change = self.feature_changes(stash, kept, delayed)
         # In the order of lanes, which is nearly always that of time.
-        own = np.flatnonzero(changes[self.kinds])
+        own = np.flatnonzero(_COMPUTES[self.kinds])
         kinds, stages = self.kinds[own], self.stages[own]
-        times = np.where((kinds == forward) | (kinds == again), self.start[own], self.end[own])
+        times = np.where(_GROWS[kinds], self.start[own], self.end[own])
         return times, change[kinds, stages], stages, self.ranks[own]
 
 

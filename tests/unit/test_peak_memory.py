@@ -116,9 +116,9 @@ def test_memory_is_followed_from_action_to_action(schedule: Schedule, data: st.D
     ]
     timeline = simulate(schedule, costs)
     again = [bool(((timeline.kinds == Kind.R) & (timeline.stages == stage)).any()) for stage in range(count)]
-    found = rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, recompute=again, phases_told=True)
+    found = rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_told=True)
     assert found == pytest.approx(counted(schedule, timeline, needed, again), rel=1e-12)
-    most = rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, recompute=again, phases_told=False)
+    most = rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_told=False)
     assert all(one <= other + 1e-9 for one, other in zip(found, most, strict=True))
 
 

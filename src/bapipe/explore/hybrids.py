@@ -7,7 +7,6 @@ stages take longer than it says, replicated ones do not, so some of these are al
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ import numpy as np
 from bapipe.chain import Chain
 from bapipe.cluster import Cluster
 from bapipe.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
-from bapipe.partition.cuts import starts
+from bapipe.explore.strategies import dealt_stages
 from bapipe.schedule.replicas import side_by_side
 
 __all__ = ["balanced_hybrids", "copies_of", "numbers_of_copies"]
@@ -28,12 +27,12 @@ _THREE_STAGES = 16
 
 
 def balanced_hybrids(
-    chain: Chain, hardware: Hardware, microbatches: int, *, within: float = math.inf
-) -> list[tuple[StageChoice, ...]]:
+    chain: Chain, hardware: Hardware, microbatches: int
+) -> list[tuple[float, tuple[StageChoice, ...]]]:
     """Two or three stages over all accelerators, some replicated, cut so that each replica has as much to do.
 
-    Only where accelerators are alike and any can send to any: the exact partition knows the others' rules. Those
-    that take longer than `within` seconds by the formula are left out.
+    The best by the formula, with its seconds. Only where accelerators are alike and any can send to any: the exact
+    partition knows the others' rules.
     """
     cluster = hardware.cluster
     count = len(cluster)
@@ -48,10 +47,10 @@ def balanced_hybrids(
         for cuts in itertools.product(*([at - 1, at] for at in near.tolist())):
             if cuts[0] < 0 or cuts[-1] >= len(chain) - 1 or list(cuts) != sorted(set(cuts)):
                 continue
-            stages = _stages((*cuts, len(chain) - 1), replicas)
+            stages = dealt_stages([cut + 1 for cut in cuts], replicas, len(chain))
             scored.append((_time(chain, hardware, stages, microbatches), stages))
     scored.sort(key=lambda item: item[0])
-    return [stages for time, stages in scored[:_TRIED] if time <= within]
+    return scored[:_TRIED]
 
 
 def _shares(count: int, microbatches: int) -> Iterator[tuple[int, ...]]:
@@ -63,14 +62,6 @@ def _shares(count: int, microbatches: int) -> Iterator[tuple[int, ...]]:
             third = count - first - second
             if 1 <= third <= most and max(first, second, third) > 1:
                 yield first, second, third
-
-
-def _stages(cuts: tuple[int, ...], replicas: tuple[int, ...]) -> tuple[StageChoice, ...]:
-    edges = [0, *itertools.accumulate(replicas)]
-    return tuple(
-        StageChoice(first=first, last=last, accelerators=tuple(range(low, high)))
-        for first, last, (low, high) in zip(starts(cuts), cuts, itertools.pairwise(edges), strict=True)
-    )
 
 
 def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], microbatches: int) -> float:

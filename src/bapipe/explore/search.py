@@ -96,25 +96,11 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
     hardware = Hardware(cluster=cluster, optimizer=request.optimizer, overlap_all_reduce=not paper)
     minibatch = request.minibatch or default_minibatch(profile, cluster, request.microbatch)
     sizes = microbatch_sizes(profile, cluster, request, minibatch)
-    types = tuple(dict.fromkeys(item.type for item in cluster.accelerators))
     if request.stages is not None and request.stages > len(cluster):
         raise BaPipeError(
             f"{request.stages} stages need as many accelerators, the cluster has {len(cluster)}; lower --stages"
         )
-    found = Found()
-    chains = {size: make_chain(profile, types, size) for size in sizes}
-    ordered = sorted(sizes, key=lambda size: _perfect(chains[size], cluster, minibatch))
-    if len(profile.layers) * len(cluster) > THOROUGH and request.strategy == "exact":
-        ordered = _promising([chains[size] for size in ordered], hardware, request, minibatch)
-    for size in ordered:
-        found.bound = 0.0 if paper else _perfect(chains[size], cluster, minibatch)
-        for family, candidate in _candidates(chains[size], hardware, request, minibatch, found):
-            if found.is_new(candidate):
-                found.add(family, evaluate(candidate, hardware))
-    timed = lightest(_in_timed_order(found, hardware, request), within=_WORTH_MEMORY)
-    held = found.by_family.get("zb")
-    if timed and held and (held.short is not None or timed.time < (1 - _WORTH_MEMORY) * held.time):
-        found.add("zb", timed)
+    found = _search(profile, hardware, request, minibatch, sizes)
     for family, candidate in _side_by_side(profile, hardware, request, minibatch):
         found.add(family, evaluate(candidate, hardware))
     if not found.by_family:
@@ -141,6 +127,27 @@ def explore(profile: Profile, cluster: Cluster, request: Request | None = None) 
         evaluated=found.count,
         brute_gap=_brute_gap(best, hardware),
     )
+
+
+def _search(profile: Profile, hardware: Hardware, request: Request, minibatch: int, sizes: Sequence[int]) -> Found:
+    """The best of every family at these micro-batch sizes."""
+    cluster, paper = hardware.cluster, request.space == "paper"
+    types = tuple(dict.fromkeys(item.type for item in cluster.accelerators))
+    found = Found()
+    chains = {size: make_chain(profile, types, size) for size in sizes}
+    ordered = sorted(sizes, key=lambda size: _perfect(chains[size], cluster, minibatch))
+    if len(profile.layers) * len(cluster) > THOROUGH and request.strategy == "exact":
+        ordered = _promising([chains[size] for size in ordered], hardware, request, minibatch)
+    for size in ordered:
+        found.bound = 0.0 if paper else _perfect(chains[size], cluster, minibatch)
+        for family, candidate in _candidates(chains[size], hardware, request, minibatch, found):
+            if found.is_new(candidate):
+                found.add(family, evaluate(candidate, hardware))
+    timed = lightest(_in_timed_order(found, hardware, request), within=_WORTH_MEMORY)
+    held = found.by_family.get("zb")
+    if timed and held and (held.short is not None or timed.time < (1 - _WORTH_MEMORY) * held.time):
+        found.add("zb", timed)
+    return found
 
 
 def _in_timed_order(found: Found, hardware: Hardware, request: Request) -> list[Evaluation]:
@@ -175,10 +182,12 @@ def _side_by_side(
             continue
         part = replace(cluster, accelerators=cluster.accelerators[: len(cluster) // number])
         try:
-            own = explore(profile, part, replace(request, minibatch=minibatch // number, stages=len(part)))
+            own = replace(request, minibatch=minibatch // number, stages=len(part))
+            sizes = microbatch_sizes(profile, part, own, minibatch // number)
+            found = _search(profile, replace(hardware, cluster=part), own, minibatch // number, sizes)
         except BaPipeError:
             continue
-        for evaluation in own.considered[:_TIMED]:
+        for evaluation in sorted(found.by_family.values(), key=rank)[:_TIMED]:
             if evaluation.short is None and evaluation.candidate.schedule.name in _REPLICATED:
                 for candidate in copies_of(evaluation.candidate, number, cluster):
                     yield f"{candidate.schedule.name}, hybrid", candidate
@@ -273,6 +282,7 @@ def _pipelines(
     fixed = fixed_partitions(chain, hardware, request)
     plain: list[tuple[Chain, list[StageChoice]]] = []
     """the best cuts of 1f1b that recompute nothing, which are zb's as well"""
+    hybrids: list[tuple[float, tuple[StageChoice, ...]]] = []
     for name, family in families.items():
         if found.hopeless(name):
             continue
@@ -292,8 +302,9 @@ def _pipelines(
                     plain.append((own_chain, cut))
                 yield _named(name, cut), build(own_chain, cut, family, microbatches, hardware)
             if _tries_replicas(chain, count, family) and not paper and request.stages is None:
+                hybrids = hybrids or balanced_hybrids(chain, hardware, microbatches)
                 within = math.inf if found.best is None else _NEAR * found.best.time
-                for stages in balanced_hybrids(chain, hardware, microbatches, within=within):
+                for stages in (stages for time, stages in hybrids if time <= within):
                     yield _named(name, stages), build(chain, stages, family, microbatches, hardware)
         if request.strategy == "bapipe" or (request.strategy == "exact" and len(chain) * count <= THOROUGH):
             candidate = paper_candidate(chain, hardware, family, microbatches, request)

@@ -16,7 +16,7 @@ from bapipe.partition.bapipe import Balanced, balanced_partition
 from bapipe.partition.cuts import Cuts
 from bapipe.stage_memory import stage_bytes
 
-__all__ = ["PIPEDREAM_LAYERS", "THOROUGH", "fixed_partitions", "paper_candidate"]
+__all__ = ["PIPEDREAM_LAYERS", "THOROUGH", "dealt_stages", "fixed_partitions", "paper_candidate"]
 
 THOROUGH = 5_000
 """layers · accelerators up to which the exact search also tries what the rivals would choose"""
@@ -68,7 +68,7 @@ def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list
     wanted = list(makers) if thorough else [name for name in makers if name == request.strategy]
     found: dict[tuple[StageChoice, ...], None] = {}
     for name in wanted:
-        found[_stages(makers[name](), [1] * depth, len(chain))] = None
+        found[dealt_stages(makers[name](), [1] * depth, len(chain))] = None
     small = len(chain) <= PIPEDREAM_LAYERS and len(cluster) <= 16
     if request.strategy == "pipedream" or (request.strategy == "exact" and small and cluster.topology == "full"):
         for stages in _pipedream(chain, hardware, request, depth):
@@ -82,7 +82,7 @@ def _by_parameter_spread(weights: tuple[float, ...], depth: int) -> Cuts:
     return rivals.by_parameter_spread(weights, depth)
 
 
-def _stages(firsts: Sequence[int], replicas: Sequence[int], units: int) -> tuple[StageChoice, ...]:
+def dealt_stages(firsts: Sequence[int], replicas: Sequence[int], units: int) -> tuple[StageChoice, ...]:
     """Stages from the first layer of every stage but the first; an empty stage's accelerators stay idle."""
     edges = [0, *firsts, units]
     stages, at = [], 0
@@ -108,7 +108,7 @@ def _pipedream(chain: Chain, hardware: Hardware, request: Request, depth: int) -
             machines=machines,
             straight=straight,
         )
-        found.append(_stages(plan.cuts, plan.replicas, len(chain)))
+        found.append(dealt_stages(plan.cuts, plan.replicas, len(chain)))
     return found
 
 

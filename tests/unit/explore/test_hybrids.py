@@ -64,7 +64,7 @@ def test_the_search_is_close_to_every_hybrid_of_two_stages(work: list[float], co
 def test_all_accelerators_are_dealt_once(count: int) -> None:
     profile = made_profile({"x": VGG}, weights=WEIGHTS, sizes=(1,))
     chain = make_chain(profile, ("x",), 1)
-    found = balanced_hybrids(chain, Hardware(cluster=made_cluster({"x": count})), 64)
+    found = [stages for _, stages in balanced_hybrids(chain, Hardware(cluster=made_cluster({"x": count})), 64)]
     assert len(set(found)) == len(found)
     assert bool(found) == (count > 2)
     for stages in found:

@@ -78,16 +78,17 @@ def device_of(plan: Plan, device: torch.device | str | None) -> torch.device:
     """The device that is asked for, or the one that the plan has for this rank.
 
     A GPU is counted by its accelerator's name, `node/index`, modulo those that torch sees: ranks that share one,
-    or see one each, take that.
+    or see one each, take that. So is it where "cuda" is asked for without an index.
     """
-    if device is not None:
-        return torch.device(device)
+    asked = None if device is None else torch.device(device)
+    if asked is not None and (asked.type != "cuda" or asked.index is not None):
+        return asked
     name = plan.ranks[dist.get_rank()]
     position = next(i for i, item in enumerate(plan.cluster.accelerators) if item.name == name)
-    if plan.cluster.type_of(position).kind != "gpu":
+    if asked is None and plan.cluster.type_of(position).kind != "gpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise BaPipeError(f"the plan puts rank {dist.get_rank()} on a GPU, but torch sees none; give device='cpu'")
+        raise BaPipeError(f"rank {dist.get_rank()} is to run on a GPU, but torch sees none; give device='cpu'")
     index = name.rpartition("/")[2]
     number = int(index if index.isdigit() else os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", number % torch.cuda.device_count())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 import time
@@ -45,6 +46,8 @@ class CheckError(BaPipeError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this rank to its end; why it failed is one line, on standard error or left for the launcher."""
     options = _options(argv)
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a library that crashes says nothing itself
     rank = int(os.environ.get("RANK", "0"))
     progress = None if options.notes is None else Progress(progress_file(options.notes, rank))
     if options.notes is not None:

@@ -35,10 +35,10 @@ from tables import result_table
 from workers import Workers
 
 from bapipe.cluster import Cluster, Link
-from bapipe.compare import compare
+from bapipe.compare import StageComparison, compare
 from bapipe.errors import BaPipeError
 from bapipe.evaluate import plan_timeline
-from bapipe.plan import Plan, write_plan
+from bapipe.plan import Plan, PlanStage, write_plan
 from bapipe.profile import Profile, read_profile
 from bapipe.run_record import RunRecord, read_run
 from bapipe.torch.slices import even_slices
@@ -232,15 +232,18 @@ def measured_row(plan: Plan, record: RunRecord) -> dict[str, Any]:
         "memory_measured": list(record.peak_memory),
         "peak_live": list(record.peak_live),
         "transport": record.environment.transport,
-        "stages": [
-            {
-                "layers": [stage.first_layer, stage.last_layer],
-                "fractions": [[part.layer, part.start, part.stop, part.of] for part in stage.fractions],
-                "forward": [row.forward.predicted, row.forward.measured],
-                "backward": [row.backward.predicted, row.backward.measured],
-            }
-            for stage, row in zip(plan.stages, found.stages, strict=False)
-        ],
+        "stages": [stage_row(plan.stages[row.stage], row) for row in found.stages],
+    }
+
+
+def stage_row(stage: PlanStage, row: StageComparison) -> dict[str, Any]:
+    """What one rank of a stage takes for a micro-batch, predicted and measured."""
+    return {
+        "layers": [stage.first_layer, stage.last_layer],
+        "fractions": [[part.layer, part.start, part.stop, part.of] for part in stage.fractions],
+        "rank": row.rank,
+        "forward": [row.forward.predicted, row.forward.measured],
+        "backward": [row.backward.predicted, row.backward.measured],
     }
 
 

@@ -64,6 +64,8 @@ class Chain:
     """bytes that enter the unit when a stage starts with it"""
     resident_input: Floats
     """bytes per micro-batch that a stage keeps on top when it starts inside a split layer"""
+    kept_input: Floats
+    """bytes of what the unit's layer receives that its own backward keeps; infinite where that is not known"""
     passing: Floats
     """of boundary_forward after the unit's layer, bytes that only pass the layer by"""
     saved_before: Floats
@@ -75,6 +77,8 @@ class Chain:
     forward_workspace: Floats
     """of these, what its forward needs, and below its backward"""
     backward_workspace: Floats
+    weight_workspace: Floats
+    """what it needs while weight gradients that were put off are made"""
     phases_told: bool
     """whether the two were measured: with gradients there already, to which a backward adds its own"""
     library: Floats
@@ -212,12 +216,14 @@ def make_chain(
         boundary_backward=boundary_backward,
         input_bytes=np.where(begun > 0, forward_in[layers] + begun * made, forward_in[layers]),
         resident_input=np.where(begun > 0, forward_in[layers], 0.0),
+        kept_input=most("kept_input")[layers],
         passing=passing[layers],
         saved_before=np.where(begun > 0, 0.0, np.min([cost.saved_before for cost in costs], axis=0)[layers]),
         workspace=max(cost.workspace for cost in costs) + float(library.max()),
         unit_workspace=most("layer_workspace")[layers] * done,
         forward_workspace=most("forward_workspace")[layers] * done,
         backward_workspace=most("backward_workspace")[layers] * done,
+        weight_workspace=most("weight_workspace")[layers] * done,
         phases_told=all(cost.phases_told for cost in costs),
         library=library[layers],
         part_forward=np.array([cost.part_forward[layers] for cost in costs]),

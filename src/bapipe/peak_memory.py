@@ -103,8 +103,7 @@ def _followed(
     changes, forward = change[kinds, stages], (kinds == Kind.F) | (kinds == Kind.R)
     after = np.cumsum(changes)
     total = np.where(forward, after, after - changes)  # the others let go when they end
-    workspaces = np.array([(item.backward_workspace, item.forward_workspace) for item in needed])
-    total += workspaces[stages, forward.astype(np.int64)]
+    total += np.array([_by_kind(item) for item in needed])[stages, kinds]
     for stage in set(stages.tolist()):
         _without_gradients(total, kinds, stages == stage, needed[stage], always=always)
     return total
@@ -121,8 +120,16 @@ def _without_gradients(
     if not len(makes):
         return
     total[: makes[0]] -= item.weights
-    less = item.backward_workspace - item.first_backward_workspace
-    total[makes if always else makes[:1]] -= less
+    makers = makes if always else makes[:1]
+    whole = item.first_backward_workspace - item.backward_workspace
+    weights = item.first_weight_workspace - item.weight_workspace
+    total[makers] += np.where(kinds[makers] == Kind.B, whole, weights)
+
+
+def _by_kind(item: StageBytes) -> list[float]:
+    """What each kind of action needs for a moment."""
+    forwards = dict.fromkeys((Kind.F, Kind.R), item.forward_workspace)
+    return [{**forwards, Kind.W: item.weight_workspace}.get(kind, item.backward_workspace) for kind in Kind]
 
 
 def _waiting(timeline: Timeline, rank: int, own: Ints, consumers: Ints, needed: Sequence[StageBytes]) -> Floats:

@@ -32,7 +32,8 @@ Rows = tuple[tuple[float, ...], ...]
 TIME_ROWS = ("forward", "backward", "weight_gradient", "parting", "part_forward", "part_backward")
 BYTE_ROWS = (
     "boundary_forward", "boundary_backward", "stash", "layer_workspace", "forward_workspace", "backward_workspace",
-    "part_stash", "delayed", "passing_forward", "passing_backward", "saved_before",
+    "weight_workspace", "part_stash", "delayed", "passing_forward", "passing_backward", "saved_before",
+    "kept_input",
 )  # fmt: skip
 """what a `CostTable` has a row of for each micro-batch size; some of it may be None"""
 
@@ -82,6 +83,9 @@ class CostTable:
     forward_workspace: Rows | None = None
     """of these, while its forward runs, and below its backward; None: not told apart"""
     backward_workspace: Rows | None = None
+    weight_workspace: Rows | None = None
+    """bytes that each layer needs for a moment while weight gradients that were put off are made; None: as much as
+    the whole backward"""
     library: tuple[float, ...] | None = None
     """bytes that libraries keep once the layer has run, one per layer; a stage has the most of its layers', not
     their sum; None: not measured, counts 0"""
@@ -90,7 +94,7 @@ class CostTable:
     where it cannot be divided; None: not measured"""
     part_backward: Rows | None = None
     part_stash: Rows | None = None
-    """bytes that either part keeps alive per micro-batch beyond its share and the layer's input"""
+    """bytes that either part keeps alive per micro-batch beyond its share and what it receives"""
     delayed: Rows | None = None
     """bytes that are kept per micro-batch from the input gradient to a weight gradient that comes later; None: not
     known, taken as what the whole backward keeps"""
@@ -100,6 +104,8 @@ class CostTable:
     saved_before: Rows | None = None
     """of the stash, bytes that only the layer before keeps, of what it sends: a stage that begins with this layer
     has none of them; None: taken as 0"""
+    kept_input: Rows | None = None
+    """bytes of what the layer receives that its own backward keeps; None: not known, taken as all"""
     not_fitting: tuple[int, ...] = ()
     """sizes that ran out of memory when measured"""
 
@@ -121,6 +127,7 @@ class LayerCosts:
     layer_workspace: Floats
     forward_workspace: Floats
     backward_workspace: Floats
+    weight_workspace: Floats
     phases_told: bool
     """whether these two were measured, and are not the workspace again"""
     library: Floats
@@ -132,6 +139,8 @@ class LayerCosts:
     passing_forward: Floats
     passing_backward: Floats
     saved_before: Floats
+    kept_input: Floats
+    """infinite where it was not measured"""
     source: Source
     interpolated: bool
 
@@ -220,6 +229,7 @@ class Profile:
         workspace = np.interp(microbatch, sizes, table.workspace) if table.workspace else 0.0
         each = np.full(len(self.layers), float(workspace))
         each = each if table.layer_workspace is None else mixed(table.layer_workspace)
+        back = each if table.backward_workspace is None else mixed(table.backward_workspace)
         return LayerCosts(
             microbatch=microbatch,
             forward=mixed(table.forward),
@@ -233,7 +243,8 @@ class Profile:
             workspace=float(workspace),
             layer_workspace=each,
             forward_workspace=each if table.forward_workspace is None else mixed(table.forward_workspace),
-            backward_workspace=each if table.backward_workspace is None else mixed(table.backward_workspace),
+            backward_workspace=back,
+            weight_workspace=back if table.weight_workspace is None else mixed(table.weight_workspace),
             phases_told=table.forward_workspace is not None and table.backward_workspace is not None,
             library=np.zeros(len(self.layers)) if table.library is None else np.array(table.library),
             part_forward=mixed_or_none(table.part_forward),
@@ -243,6 +254,7 @@ class Profile:
             passing_forward=mixed_or_none(table.passing_forward),
             passing_backward=mixed_or_none(table.passing_backward),
             saved_before=mixed_or_none(table.saved_before),
+            kept_input=np.full(len(self.layers), np.inf) if table.kept_input is None else mixed(table.kept_input),
             source=table.source,
             interpolated=above != below,
         )

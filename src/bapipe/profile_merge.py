@@ -72,6 +72,7 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
     apart = known.weight_gradient is not None and later.weight_gradient is not None
     weighed = known.workspace is not None and later.workspace is not None
     each = known.layer_workspace is not None and later.layer_workspace is not None
+    phases = known.backward_workspace is not None and later.backward_workspace is not None
 
     def told_or(field: str, instead: str) -> Rows | None:
         """Where one table does not tell a figure, what a profile takes for it."""
@@ -103,6 +104,7 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         layer_workspace=rows("layer_workspace") if each else None,
         forward_workspace=told_or("forward_workspace", "layer_workspace") if each else None,
         backward_workspace=told_or("backward_workspace", "layer_workspace") if each else None,
+        weight_workspace=told_or("weight_workspace", "backward_workspace") if phases else None,
         library=later.library or known.library,
         parting=divided("parting"),
         part_forward=divided("part_forward"),
@@ -112,6 +114,7 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         passing_forward=divided("passing_forward"),
         passing_backward=divided("passing_backward"),
         saved_before=divided("saved_before"),
+        kept_input=divided("kept_input"),
         optimizer=later.optimizer if later.optimizer == known.optimizer else None,
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
     )

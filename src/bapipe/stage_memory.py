@@ -11,7 +11,7 @@ import numpy as np
 from bapipe.chain import Chain, Floats, apart_from, part_costs
 from bapipe.schedule.actions import Schedule
 
-__all__ = ["StageBytes", "messages_in_workspace", "passed_on", "stage_bytes", "stages_bytes"]
+__all__ = ["StageBytes", "counted_twice", "messages_in_workspace", "passed_on", "stage_bytes", "stages_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,9 @@ class StageBytes:
     backward_workspace: float
     first_backward_workspace: float
     """of a backward that makes the gradients: less those of the layers up to the one that is at work"""
+    weight_workspace: float
+    """of weight gradients that were put off, and below of those that make the gradients"""
+    first_weight_workspace: float
 
     @property
     def buffers(self) -> float:
@@ -57,28 +60,25 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
     sent, returned = float(chain.boundary_forward[last]), float(chain.boundary_backward[last])
     received = float(chain.boundary_forward[first - 1]) if first else 0.0
     answered = float(chain.boundary_backward[first - 1]) if first else 0.0
-    more_weights = more_stash = passed = 0.0
+    more_weights = more_stash = resident = 0.0
     if chain.units[first].start > 0 or chain.units[last].stop < chain.units[last].of:
         parts = part_costs(chain, first, last)
-        more_weights, more_stash = parts.weights, parts.stash
+        more_weights, more_stash = parts.weights, parts.stash - float(counted_twice(chain, first)[last - first])
     before = 0.0 if parted or not first else float(chain.saved_before[first])
     if chain.units[first].start > 0:
-        passed = float(passed_on(chain, first)[last - first])
-    workspace, onward, backward, anew = _workspaces(chain, first, last)
-    library = float(chain.library[span].max())
+        resident = float(chain.resident_input[first] - passed_on(chain, first)[last - first])
+        resident = resident if parted else min(resident, float(chain.kept_input[first]))
+    needs = _workspaces(chain, first, last)
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
-        stash=float(stash.sum()) + float(chain.resident_input[first]) + sent - passed + more_stash - before,
+        stash=float(stash.sum()) + resident + sent + more_stash - before,
         delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
         received=received,
         answered=answered,
         sent=sent,
         returned=returned,
-        workspace=workspace + library,
-        forward_workspace=onward + library,
-        backward_workspace=backward + library,
-        first_backward_workspace=anew + library,
+        **{f"{name}workspace": value + float(chain.library[span].max()) for name, value in needs.items()},
     )
 
 
@@ -103,24 +103,43 @@ def passed_on(chain: Chain, first: int) -> Floats:
     return np.asarray(np.minimum(most, chain.resident_input[first]), dtype=np.float64)
 
 
-def _workspaces(chain: Chain, first: int, last: int) -> tuple[float, float, float, float]:
+def counted_twice(chain: Chain, first: int) -> Floats:
+    """Bytes of the inputs of layers that a stage has in part which its shares of these layers' features have, by
+    its last unit: whoever begins inside a layer keeps all of its input, and whoever ends there sends it."""
+    units = chain.units[first:]
+    layers, share = np.array([unit.layer for unit in units]), np.array([unit.share for unit in units])
+    kept = np.where(np.isfinite(chain.kept_input[first:]), chain.kept_input[first:], 0.0)
+    sums = np.concatenate([[0.0], np.cumsum(share)])
+    own = (sums[1:] - sums[np.searchsorted(layers, layers)]) * kept
+    begins, ends = units[0].start > 0, np.array([unit.stop < unit.of for unit in units])
+    inside = layers == layers[0]
+    here = own[inside][-1] if begins else 0.0
+    return np.asarray(np.where(ends & ~inside, own, 0.0) + np.where(inside, own * (begins | ends), here))
+
+
+def _workspaces(chain: Chain, first: int, last: int) -> dict[str, float]:
     """Most of what a layer needs beyond all stashes, while those of the layers after it are not there: at any
-    time, in forwards, in backwards, and in a backward that makes the gradients, which all count as being there.
+    time, in forwards, in backwards, and in those that make the gradients, which all count as being there.
 
     What the last layer sends, or the error for it, is part of what it needs, and counts as a message already.
+    Weight gradients that were put off find all there that they need, and make no errors; but a first stage puts
+    off its whole backward.
     """
     span = slice(first, last + 1)
-    stash = chain.stash[span]
-    each = (chain.unit_workspace, chain.forward_workspace, chain.backward_workspace)
-    needed = np.cumsum(stash) - float(stash.sum()) + np.stack([values[span] for values in each])
-    ends = sum(unit.layer == chain.units[last].layer for unit in chain.units[span])
-    needed[:, -ends:] -= messages_in_workspace(chain)[last]
+    stash, weights = chain.stash[span], np.cumsum(chain.weight_bytes[span])
+    each = (chain.unit_workspace, chain.forward_workspace, chain.backward_workspace, chain.weight_workspace)
+    needed = np.stack([values[span] for values in each])
     if chain.units[first].start > 0:
         own = sum(unit.layer == chain.units[first].layer for unit in chain.units[span])
         needed[:, :own] -= np.array([values[first - 1] for values in each])[:, None]
-    anew = float((needed[2] - np.cumsum(chain.weight_bytes[span])).max())
-    whole, onward, backward = np.maximum(0.0, needed.max(axis=1)).tolist()
-    return whole, onward, backward, anew
+    needed[:3] += np.cumsum(stash) - float(stash.sum())
+    ends = sum(unit.layer == chain.units[last].layer for unit in chain.units[span])
+    needed[:3, -ends:] -= messages_in_workspace(chain)[last]
+    if first == 0:
+        needed[3] = needed[2]
+    found = dict(zip(("", "forward_", "backward_", "weight_"), np.maximum(0.0, needed.max(axis=1)), strict=True))
+    found |= {"first_backward_": (needed[2] - weights).max(), "first_weight_": (needed[3] - weights).max()}
+    return {name: float(value) for name, value in found.items()}
 
 
 @functools.lru_cache(maxsize=16)

@@ -92,6 +92,23 @@ def test_a_model_is_profiled_with_its_peak(tmp_path: Path) -> None:
     assert table.library[-1] > 1e6 > table.library[0]  # matrix products keep a workspace, convolutions do not
 
 
+def test_weight_gradients_that_were_put_off_need_no_room_for_errors(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    found = profile_module(
+        module,
+        (torch.randn(8, 512),),
+        model=ModelRef(name="products"),
+        settings=Settings(microbatches=(2**17,), folder=tmp_path, seconds=0.01),
+        device="cuda",
+    )
+    (table,) = found.profile.accelerators.values()
+    assert table.weight_workspace is not None
+    assert table.backward_workspace is not None
+    own, error = found.profile.layers[-1].weight_bytes, 2**17 * 512 * 4  # beside which cuBLAS's workspace is small
+    assert own <= table.weight_workspace[0][-1] < own + error / 2
+    assert table.backward_workspace[0][-1] > error
+
+
 def test_out_of_memory_is_recorded(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(8, 8), Hungry(), nn.Linear(8, 2))
     found = profile_module(

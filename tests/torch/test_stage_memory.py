@@ -64,10 +64,17 @@ def _each_alone(forward: Sequence[Any], *_: Any) -> tuple[Any, ...]:
     return tuple((layer, layer) for layer in range(len(forward))), (1.0,) * len(forward), (1.0,) * len(forward)
 
 
-def held_by(captured: Captured, first: int, last: int, *, parted: bool = True) -> tuple[list[int], list[int]]:
+def held_by(
+    captured: Captured,
+    first: int,
+    last: int,
+    *,
+    parted: bool = True,
+    parts: dict[int, tuple[int, int]] | None = None,
+) -> tuple[list[int], list[int]]:
     """Bytes that each micro-batch adds with its forward, and that are left of them after its input gradient, or,
     not `parted`, after its backward."""
-    stage = captured.stage(first, last)
+    stage = captured.stage(first, last, parts=parts)
     spec, ends = stage.stage_spec, last == len(captured.layers) - 1
     sizes = [SIZE] * COUNT
     loss = LossSum(None, sizes) if ends else None
@@ -141,6 +148,27 @@ def test_what_only_the_layer_before_keeps_is_not_in_a_stage(model: tuple[Capture
         forward, _ = held_by(captured, first, first, parted=parted)
         said = stage_bytes(chain, first, first, parted=parted).stash
         assert forward[0] == pytest.approx(said, rel=0.06)
+
+
+@pytest.mark.parametrize(("layer", "keeps"), [("encoder.1", True), ("decoder.0", False), ("decoder.1", False)])
+def test_a_stage_that_begins_inside_a_layer_keeps_of_its_input_what_the_layer_does(
+    model: tuple[Captured, Chain], layer: str, keeps: bool
+) -> None:
+    """And all of it, with what the first part made, where its backward is done in two parts."""
+    captured, chain = model
+    profile = chain.profile
+    index = [item.name for item in profile.layers].index(layer)
+    divided = make_chain(profile, chain.types, SIZE, split={index: 2})
+    begin = next(place for place, unit in enumerate(divided.units) if unit.layer == index and unit.start > 0)
+    unit = divided.units[begin]
+    (whole,), (apart,) = (
+        {*held_by(captured, index, index, parted=parted, parts={index: (unit.start, unit.of)})[0]}
+        for parted in (False, True)
+    )
+    said = [stage_bytes(divided, begin, begin, parted=parted).stash for parted in (False, True)]
+    made = SIZE * unit.start * 64 * 4
+    assert apart - whole == said[1] - said[0] + made
+    assert (said[1] == said[0]) is keeps
 
 
 def test_a_stage_without_weight_gradients_to_put_off_holds_nothing(model: tuple[Captured, Chain]) -> None:

@@ -76,9 +76,13 @@ def counted(schedule: Schedule, timeline: Timeline, needed: list[StageBytes], ag
             if kind == Kind.R:
                 features += item.stash - item.kept
             makes = kind in (Kind.B, Kind.W)
-            besides = item.forward_workspace if kind in (Kind.F, Kind.R) else item.backward_workspace
-            if makes and (stage not in made or not schedule.flushes):
-                besides = item.first_backward_workspace
+            anew = makes and (stage not in made or not schedule.flushes)
+            if kind in (Kind.F, Kind.R):
+                besides = item.forward_workspace
+            elif kind == Kind.W:
+                besides = item.first_weight_workspace if anew else item.weight_workspace
+            else:
+                besides = item.first_backward_workspace if anew else item.backward_workspace
             if makes:
                 made.add(stage)
             absent = sum(needed[other].weights for other in stages if other not in made)
@@ -110,7 +114,8 @@ def test_memory_is_followed_from_action_to_action(schedule: Schedule, data: st.D
             received=needed[stage - 1].sent if stage else 0.0,
             returned=needed[stage + 1].answered if stage + 1 < count else 0.0,
             first_backward_workspace=item.backward_workspace - 1.0,
-            workspace=max(item.forward_workspace, item.backward_workspace),
+            first_weight_workspace=item.weight_workspace - 1.0,
+            workspace=max(item.forward_workspace, item.backward_workspace, item.weight_workspace),
         )
         for stage, item in enumerate(needed)
     ]

@@ -24,7 +24,7 @@ from bapipe.explore.request import Request
 from bapipe.explore.strategies import THOROUGH
 from bapipe.partition.cuts import starts
 from bapipe.partition.intra_layer import refine
-from bapipe.stage_memory import messages_in_workspace, passed_on
+from bapipe.stage_memory import counted_twice, messages_in_workspace, passed_on
 
 __all__ = [
     "divided_stages",
@@ -249,6 +249,7 @@ def _memory(chain: Chain) -> _Memory:
         if unit.start > 0:
             own[[other.layer == unit.layer for other in chain.units[first:]]] -= chain.unit_workspace[first - 1]
             stash[first, first:] -= passed_on(chain, first)
+        stash[first, first:] -= counted_twice(chain, first)
         inner = np.concatenate([[-np.inf], np.maximum.accumulate(own)])[np.maximum(0, begins[first:] - first)]
         workspace[first, first:] = np.maximum(inner, own - common[first:])
         library[first, first:] = np.maximum.accumulate(chain.library[first:])

@@ -127,6 +127,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         layer_workspace=tuple(item.workspace for item in memory),
         forward_workspace=_told(memory, "forward_workspace"),
         backward_workspace=_told(memory, "backward_workspace"),
+        weight_workspace=_told(memory, "weight_workspace"),
         library=_library(memory),
         delayed=None if None in waiting else tuple(row for row in waiting if row is not None),
         part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
@@ -135,6 +136,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         passing_forward=_told(memory, "passing_forward"),
         passing_backward=_told(memory, "passing_backward"),
         saved_before=_told(memory, "saved_before"),
+        kept_input=_told(memory, "kept_input"),
         not_fitting=measured.not_fitting,
     )
     layers = tuple(

@@ -12,6 +12,7 @@ from torch import Tensor
 from bapipe.torch.measure.chain import Chain, Piece
 from bapipe.torch.measure.private import release_workspaces
 from bapipe.torch.measure.record import Measurement, SizeMemory
+from bapipe.torch.split_backward import SplitBackward
 
 __all__ = ["OPTIMIZER_COPIES", "is_out_of_memory", "predicted_peak", "saved_storages", "storage_of", "weigh"]
 
@@ -63,6 +64,9 @@ class _Once:
     peak_forward: float
     """bytes above what was there before"""
     peak_backward: float
+    peak_weights: float | None
+    """bytes above what is held between the two parts of a backward, while the second runs; None: there is no first
+    part"""
     library: float
     """bytes that libraries took when it ran first, and keep"""
 
@@ -78,7 +82,8 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
     leaves, _ = chain.inputs(size)
     state = {storage_of(tensor)[0] for tensor in chain.state()}
     count = len(pieces)
-    stash, onward, backward, library, ahead, back, passing, returning, before = ([0.0] * count for _ in range(9))
+    stash, onward, backward, later, library = ([0.0] * count for _ in range(5))
+    ahead, back, passing, returning, before, kept = ([0.0] * count for _ in range(6))
     flight = _Flight()
     roots: set[int] = set()
     values: Sequence[Any] = ()
@@ -99,6 +104,7 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         }
         own = 0.0
         for address, nbytes in once.saved.items():
+            kept[index] += nbytes if address in flight.owner else 0.0
             if address in flight.owner or address in fresh:
                 flight.kept[address] = index
             elif address not in state | roots:
@@ -112,9 +118,11 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         if chain.device.type == "cuda":
             onward[index] = max(0.0, once.peak_forward + loose - own)
             backward[index] = max(0.0, once.peak_backward - unsaved - own)
+            later[index] = backward[index] if once.peak_weights is None else once.peak_weights
         else:
             gradients = sum(value.nbytes for value in received if value.requires_grad)
-            backward[index] = back[index] + gradients + sum(item.nbytes for item in piece.parameters)
+            later[index] = sum(item.nbytes for item in piece.parameters)
+            backward[index] = back[index] + gradients + later[index]
         last = index + 1 == count
         flight.owner.update({address: (index if last else index + 1, nbytes) for address, nbytes in fresh.items()})
         if last:
@@ -130,10 +138,12 @@ def weigh(chain: Chain, pieces: Sequence[Piece], size: int) -> SizeMemory:
         workspace=tuple(max(pair) for pair in zip(onward, backward, strict=True)),
         forward_workspace=tuple(onward),
         backward_workspace=tuple(backward),
+        weight_workspace=tuple(later),
         library=tuple(library),
         passing_forward=tuple(passing),
         passing_backward=tuple(returning),
         saved_before=tuple(before),
+        kept_input=tuple(kept),
     )
 
 
@@ -172,7 +182,9 @@ def _once(piece: Piece, received: Sequence[Any], roots: Sequence[Any]) -> _Once:
             parameter.grad = torch.zeros_like(parameter)
     if device.type != "cuda":
         outputs, saved = saved_storages(piece, arguments)
-        return _Once(outputs=outputs, saved=saved, peak_forward=0.0, peak_backward=0.0, library=0.0)
+        return _Once(
+            outputs=outputs, saved=saved, peak_forward=0.0, peak_backward=0.0, peak_weights=None, library=0.0
+        )
     release_workspaces()
     idle = torch.cuda.memory_allocated(device)
     _backward(piece.run(*arguments), received)
@@ -187,14 +199,35 @@ def _once(piece: Piece, received: Sequence[Any], roots: Sequence[Any]) -> _Once:
     torch.cuda.reset_peak_memory_stats(device)
     _backward(outputs, received)
     backward = torch.cuda.max_memory_allocated(device) - before
+    weights = _peak_of_weights(piece, _arguments(piece, received, roots), received, device)
     result = tuple(value.requires_grad_() if flag else value for value, flag in zip(plain, flags, strict=True))
     return _Once(
         outputs=result,
         saved=saved,
         peak_forward=float(forward),
         peak_backward=float(backward),
+        peak_weights=weights,
         library=float(library),
     )
+
+
+def _peak_of_weights(
+    piece: Piece, arguments: Sequence[Any], received: Sequence[Any], device: torch.device
+) -> float | None:
+    """Most bytes above what there was before, while weight gradients are made that were put off; None where no
+    error is sent back, so that all of the backward is put off."""
+    leaves = [value for value in _tensors(received) if value.requires_grad]
+    ends = [value for value in _tensors(piece.run(*arguments)) if value.requires_grad]
+    if not leaves or not ends:
+        return None
+    delayed = SplitBackward(piece.parameters).run(ends, [torch.ones_like(value) for value in ends], leaves)
+    for value in leaves:
+        value.grad = None
+    del ends
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    delayed.run()
+    return float(torch.cuda.max_memory_allocated(device) - before)
 
 
 def _arguments(piece: Piece, received: Sequence[Any], roots: Sequence[Any]) -> list[Any]:

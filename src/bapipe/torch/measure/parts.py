@@ -79,7 +79,6 @@ def time_parts(
         stash = _kept(first, ahead) + _kept(second, behind, received=True)
         given = inputs_of(undivided, values, chain.device)
         stash -= _kept(undivided, given, received=True)
-        stash -= sum(value.nbytes for value in tensors_of(given[: len(undivided.receives)]))
     return PartTiming(
         layer=layer,
         microbatch=size,

@@ -103,8 +103,8 @@ class PartTiming:
     """of the layer itself; None: it is a unit of its own, whose timings say so"""
     whole_backward: Reading | None = None
     stash: float | None = None
-    """bytes that both parts keep beyond the whole layer and one more copy of its input, negative where they keep
-    less; None: told by another round"""
+    """bytes that both parts keep beyond the whole layer, negative where they keep less; None: told by another
+    round"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +121,8 @@ class SizeMemory:
     forward_workspace: tuple[float, ...] = ()
     """of these, while its forward runs, and below its backward; (): not told apart"""
     backward_workspace: tuple[float, ...] = ()
+    weight_workspace: tuple[float, ...] = ()
+    """while weight gradients that were put off are made; (): not weighed"""
     library: tuple[float, ...] = ()
     """what libraries allocate when the layer runs first, and keep for all layers; (): not weighed"""
     passing_forward: tuple[float, ...] = ()
@@ -128,6 +130,8 @@ class SizeMemory:
     passing_backward: tuple[float, ...] = ()
     saved_before: tuple[float, ...] = ()
     """of the stash, what only the layer before saved; (): not told"""
+    kept_input: tuple[float, ...] = ()
+    """of what the layer received, what it saved itself; (): not told"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

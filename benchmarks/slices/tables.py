@@ -13,6 +13,9 @@ from bapipe.reproduce.sizes import parameters
 
 __all__ = ["all_tables", "largest_table", "result_table"]
 
+_TOO_FAST = 1e13
+"""bytes/s; a message that takes no longer than one of a few bytes"""
+
 
 def all_tables(result: dict[str, Any]) -> str:
     """Every run of a collection, as result.json in this folder is one."""
@@ -55,13 +58,15 @@ def result_table(result: dict[str, Any]) -> str:
     simulator says of the same plan with messages that take no time; empty where that was not noted.
     """
     links = result["links"]
+    bandwidth = links.get("bandwidth", 0.0)
+    rate = f"{bandwidth / 1e9:.1f} GB/s" if bandwidth < _TOO_FAST else "too fast to measure"
     reduced = f"all-reduce {links.get('all_reduce', 0) / 1e9:.2f} GB/s"
     if "all_reduce_loaded" in links:
         reduced += f" (beside compute {links['all_reduce_loaded'] / 1e9:.2f})"
     lines = ["A rehearsal on the CPU: its times mean nothing.", ""] if result.get("rehearsal") else []
     lines += [
         f"{_cut(result)} of {result['memory'] / 1e9:.0f} GB; "
-        f"links {links.get('bandwidth', 0) / 1e9:.1f} GB/s and {links.get('latency', 0) * 1e6:.0f} µs, {reduced}, "
+        f"links {rate} and {links.get('latency', 0) * 1e6:.0f} µs, {reduced}, "
         f"{'emulated' if result.get('emulated') else 'as measured before the runs'}.",
         "",
         "| model | case | micro-batch | mini-batch | predicted, s | measured, s | error | samples/s | of ideal "

@@ -91,8 +91,7 @@ class _SendingEnd:
         self._posts = posts
         self._copies = CopyStream(device)
         self._free: queue.SimpleQueue[_Slot | BaseException] = queue.SimpleQueue()
-        for index in range(SLOTS):
-            self._free.put(_Slot(index))
+        self._unused = [_Slot(index) for index in range(SLOTS)]
         label = f"bapipe {wire.from_rank} to {wire.to_rank}, tag {wire.tag}"
         self._filling, self._freeing = Lane(f"{label}, filling"), Lane(f"{label}, freeing")
         self.lanes = (self._filling, self._freeing)
@@ -102,6 +101,10 @@ class _SendingEnd:
         kept = [value.detach().contiguous() for value in values]
         ready = self._copies.here()
         message = message_of(kept)
+        while self._unused:  # here, where nobody computes meanwhile: torch's pools are not safe from other threads
+            slot = self._unused.pop(0)
+            slot.fit(packed_size(message), self._copies, self._device)
+            self._free.put(slot)
 
         def fill(delivered: Future[None]) -> None:
             slot = self._take_slot()

@@ -104,9 +104,9 @@ def test_weight_gradients_that_were_put_off_need_no_room_for_errors(tmp_path: Pa
     (table,) = found.profile.accelerators.values()
     assert table.weight_workspace is not None
     assert table.backward_workspace is not None
-    own, error = found.profile.layers[-1].weight_bytes, 2**17 * 512 * 4  # beside which cuBLAS's workspace is small
-    assert own <= table.weight_workspace[0][-1] < own + error / 2
-    assert table.backward_workspace[0][-1] > error
+    own, error = found.profile.layers[-1].weight_bytes, 2**17 * 512 * 4
+    weights, whole = table.weight_workspace[0][-1], table.backward_workspace[0][-1]
+    assert own <= weights < whole - error / 2
 
 
 def test_out_of_memory_is_recorded(tmp_path: Path) -> None:

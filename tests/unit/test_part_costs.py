@@ -272,6 +272,39 @@ def test_what_passes_a_divided_layer_by_is_no_output_of_its_parts() -> None:
         assert stage_bytes(told, 2, last).stash == pytest.approx(held + 10.0 + sent - passed)
 
 
+def test_weight_gradients_that_were_put_off_need_what_they_need_for_a_moment() -> None:
+    """But a first stage puts off its whole backward, and a profile may not tell."""
+    profile = divided_profile()
+    rows = {"forward_workspace": ((0.0, 30.0, 0.0),), "backward_workspace": ((0.0, 900.0, 0.0),)}
+    table = replace(profile.table("x"), **rows, library=(0.0, 3.0, 0.0))
+    told, untold = (
+        make_chain(replace(profile, accelerators={"x": item}), ["x"], 1, split={1: 4})
+        for item in (replace(table, weight_workspace=((0.0, 100.0, 7.0),)), table)
+    )
+    first = stage_bytes(told, 0, 5)
+    assert first.weight_workspace == first.backward_workspace
+    for span, needed in {(1, 5): 100.0, (1, 2): 50.0, (2, 3): 50.0, (4, 5): 25.0, (5, 5): 7.0}.items():
+        assert stage_bytes(told, *span).weight_workspace == needed + (3.0 if span[0] < 5 else 0.0)
+        assert stage_bytes(told, *span).backward_workspace == stage_bytes(untold, *span).backward_workspace
+    assert stage_bytes(untold, 1, 2).weight_workspace == 450.0 + 3.0
+
+
+def test_the_input_of_a_divided_layer_counts_once() -> None:
+    """The middle layer keeps 2 of its input's 10 bytes, in its 8; each quarter would have half a byte again."""
+    profile = divided_profile()
+    table = replace(profile.table("x"), kept_input=((0.0, 2.0, 0.0),))
+    told = make_chain(replace(profile, accelerators={"x": table}), ["x"], 1, split={1: 4})
+    untold = make_chain(profile, ["x"], 1, split={1: 4})
+    whole = ((0, 0), (0, 4), (0, 5), (1, 4), (1, 5), (5, 5))
+    begun = {(2, 2): 0.5, (2, 3): 1.0, (2, 4): 1.5, (2, 5): 1.5, (4, 5): 0.5}
+    ended = {(0, 1): 0.5, (0, 2): 1.0, (1, 3): 1.5}
+    for span, twice in {**dict.fromkeys(whole, 0.0), **begun, **ended}.items():
+        for parted in (True, False):
+            let_go = 8.0 if span in ((2, 4), (2, 5), (4, 5)) and not parted else 0.0
+            kept = stage_bytes(untold, *span, parted=parted).stash - stage_bytes(told, *span, parted=parted).stash
+            assert kept == pytest.approx(twice + let_go), (span, parted)
+
+
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "forward", "backward", "less"),
     [

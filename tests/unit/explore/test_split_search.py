@@ -63,8 +63,11 @@ def profiles(draw: st.DrawFn) -> Profile:
     library = tuple(draw(st.lists(st.sampled_from([0.0, 7.0]), min_size=len(row), max_size=len(row))))
     least = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(row), max_size=len(row)))
     passing = tuple(share * out for share, out in zip(least, made.table("x").boundary_forward[0], strict=True))
+    taken = (0.0, *made.table("x").boundary_forward[0][:-1])
+    kept = tuple(min(pair) for pair in zip(taken, made.table("x").stash[0], strict=True))
     table = replace(
         made.table("x"),
+        kept_input=draw(st.sampled_from([None, (kept,), ((0.0,) * count,)])),
         part_forward=(row,),
         part_backward=(row,),
         part_stash=(row,),

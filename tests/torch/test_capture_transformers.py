@@ -80,7 +80,7 @@ def test_gradient_checkpointing_is_kept_in_whole_blocks() -> None:
     assert [layer.name for layer in captured.layers] == [
         "model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"
     ]  # fmt: skip
-    assert captured.checked == 0.0
+    assert captured.checked <= 1e-12
 
 
 def test_a_stage_without_memory_is_filled_from_the_state_of_the_model() -> None:

@@ -60,10 +60,11 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
     sent, returned = float(chain.boundary_forward[last]), float(chain.boundary_backward[last])
     received = float(chain.boundary_forward[first - 1]) if first else 0.0
     answered = float(chain.boundary_backward[first - 1]) if first else 0.0
-    more_weights = more_stash = resident = 0.0
+    more_weights = more_stash = twice = resident = 0.0
     if chain.units[first].start > 0 or chain.units[last].stop < chain.units[last].of:
         parts = part_costs(chain, first, last)
-        more_weights, more_stash = parts.weights, parts.stash - float(counted_twice(chain, first)[last - first])
+        more_weights, more_stash = parts.weights, parts.stash
+        twice = float(counted_twice(chain, first)[last - first])
     before = 0.0 if parted or not first else float(chain.saved_before[first])
     if chain.units[first].start > 0:
         resident = float(chain.resident_input[first] - passed_on(chain, first)[last - first])
@@ -71,7 +72,7 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
     needs = _workspaces(chain, first, last)
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
-        stash=float(stash.sum()) + resident + sent + more_stash - before,
+        stash=float(stash.sum()) + resident + sent + more_stash - twice - before,
         delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
         kept=float(chain.input_bytes[first]),
         received=received,

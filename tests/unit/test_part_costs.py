@@ -303,6 +303,7 @@ def test_the_input_of_a_divided_layer_counts_once() -> None:
             let_go = 8.0 if span in ((2, 4), (2, 5), (4, 5)) and not parted else 0.0
             kept = stage_bytes(untold, *span, parted=parted).stash - stage_bytes(told, *span, parted=parted).stash
             assert kept == pytest.approx(twice + let_go), (span, parted)
+        assert stage_bytes(told, *span).delayed == stage_bytes(untold, *span).delayed, "nothing sent is in it"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def rank_peaks(
     orders = [timeline.compute_of(rank) for rank in range(schedule.num_ranks)]
     follow = [phases_told and len(own) > 0 and len(set(timeline.lanes[own].tolist())) == 1 for own in orders]
     features = [] if all(follow) else timeline.peak_bytes_by_rank(*parts)
-    change = timeline.feature_changes(np.array(parts[0]), *parts[1:])
+    change, besides = timeline.feature_changes(np.array(parts[0]), *parts[1:]), _besides(needed)
     consumers = timeline.consumers()
     peaks = []
     for rank, own in enumerate(orders):
@@ -61,7 +61,7 @@ def rank_peaks(
         held = sum(weights[stage] + sending[stage] for stage in stages)
         if follow[rank]:
             waiting = _waiting(timeline, rank, own, consumers, needed)
-            most = _followed(timeline, own, needed, change, always=not schedule.flushes) + waiting
+            most = _followed(timeline, own, needed, change, besides, always=not schedule.flushes) + waiting
             update = (update_copies - copies) * sum(needed[stage].weights for stage in stages)
             peaks.append(held + max(update, float(most.max())))
         else:
@@ -94,8 +94,17 @@ def _messages(schedule: Schedule, needed: Sequence[StageBytes]) -> tuple[list[fl
     return sending, receiving
 
 
+def _besides(needed: Sequence[StageBytes]) -> Floats:
+    """By kind of action and stage, bytes that it needs for a moment."""
+    found = np.zeros((len(Kind), len(needed)))
+    found[[Kind.F, Kind.R]] = [item.forward_workspace for item in needed]
+    found[[Kind.B, Kind.I]] = [item.backward_workspace for item in needed]
+    found[Kind.W] = [item.weight_workspace for item in needed]
+    return found
+
+
 def _followed(
-    timeline: Timeline, own: Ints, needed: Sequence[StageBytes], change: Floats, *, always: bool
+    timeline: Timeline, own: Ints, needed: Sequence[StageBytes], change: Floats, besides: Floats, *, always: bool
 ) -> Floats:
     """What a rank holds in each of its actions, `own`, beside its weights and messages; `always`: every backward
     makes gradients, as each is followed by its update."""
@@ -103,7 +112,7 @@ def _followed(
     changes, forward = change[kinds, stages], (kinds == Kind.F) | (kinds == Kind.R)
     after = np.cumsum(changes)
     total = np.where(forward, after, after - changes)  # the others let go when they end
-    total += np.array([_by_kind(item) for item in needed])[stages, kinds]
+    total += besides[kinds, stages]
     for stage in set(stages.tolist()):
         _without_gradients(total, kinds, stages == stage, needed[stage], always=always)
     return total
@@ -124,12 +133,6 @@ def _without_gradients(
     whole = item.first_backward_workspace - item.backward_workspace
     weights = item.first_weight_workspace - item.weight_workspace
     total[makers] += np.where(kinds[makers] == Kind.B, whole, weights)
-
-
-def _by_kind(item: StageBytes) -> list[float]:
-    """What each kind of action needs for a moment."""
-    forwards = dict.fromkeys((Kind.F, Kind.R), item.forward_workspace)
-    return [{**forwards, Kind.W: item.weight_workspace}.get(kind, item.backward_workspace) for kind in Kind]
 
 
 def _waiting(timeline: Timeline, rank: int, own: Ints, consumers: Ints, needed: Sequence[StageBytes]) -> Floats:

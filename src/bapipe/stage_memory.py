@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bapipe.chain import Chain, Floats, apart_from, part_costs
 from bapipe.schedule.actions import Schedule
 
 __all__ = ["StageBytes", "counted_twice", "messages_in_workspace", "passed_on", "stage_bytes", "stages_bytes"]
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +73,6 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
     if chain.units[first].start > 0:
         resident = float(chain.resident_input[first] - passed_on(chain, first)[last - first])
         resident = resident if parted else min(resident, float(chain.kept_input[first]))
-    needs = _workspaces(chain, first, last)
     return StageBytes(
         weights=float(chain.weight_bytes[span].sum()) + more_weights,
         stash=float(stash.sum()) + resident + sent + more_stash - twice - before,
@@ -79,7 +82,7 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
         answered=answered,
         sent=sent,
         returned=returned,
-        **{f"{name}workspace": value + float(chain.library[span].max()) for name, value in needs.items()},
+        **_workspaces(chain, first, last),
     )
 
 
@@ -95,32 +98,45 @@ def passed_on(chain: Chain, first: int) -> Floats:
     That is, of the units from `first` on. What passes all of a stage's layers is taken to be the least that passes
     one of them: values that go past several layers mostly end together.
     """
-    units = chain.units[first:]
-    layers = np.array([unit.layer for unit in units])
+    layers, _, unfinished = _columns(chain, first)
     least = np.minimum.accumulate(chain.passing[first:])
     before = np.concatenate([[np.inf], least])[np.searchsorted(layers, layers)]
-    inside = np.array([unit.stop < unit.of for unit in units])
-    most = np.where(inside, before, least)
+    most = np.where(unfinished, before, least)
     return np.asarray(np.minimum(most, chain.resident_input[first]), dtype=np.float64)
 
 
 def counted_twice(chain: Chain, first: int) -> Floats:
     """Bytes of the inputs of layers that a stage has in part which its shares of these layers' features have, by
     its last unit: whoever begins inside a layer keeps all of its input, and whoever ends there sends it."""
-    units = chain.units[first:]
-    layers, share = np.array([unit.layer for unit in units]), np.array([unit.share for unit in units])
+    layers, share, unfinished = _columns(chain, first)
     kept = np.where(np.isfinite(chain.kept_input[first:]), chain.kept_input[first:], 0.0)
     sums = np.concatenate([[0.0], np.cumsum(share)])
     own = (sums[1:] - sums[np.searchsorted(layers, layers)]) * kept
-    begins, ends = units[0].start > 0, np.array([unit.stop < unit.of for unit in units])
-    inside = layers == layers[0]
+    begins, inside = chain.units[first].start > 0, layers == layers[0]
     here = own[inside][-1] if begins else 0.0
-    return np.asarray(np.where(ends & ~inside, own, 0.0) + np.where(inside, own * (begins | ends), here))
+    found = np.where(inside, own * (begins | unfinished), here + own * unfinished)
+    return np.asarray(found, dtype=np.float64)
+
+
+def _columns(chain: Chain, first: int = 0) -> tuple[Ints, Floats, Bools]:
+    """Of each unit from `first` on: its layer, its share of it, and whether the layer goes on after it."""
+    layers, share, unfinished = _all_columns(chain)
+    return layers[first:], share[first:], unfinished[first:]
+
+
+@functools.lru_cache(maxsize=16)
+def _all_columns(chain: Chain) -> tuple[Ints, Floats, Bools]:
+    return (
+        np.array([unit.layer for unit in chain.units]),
+        np.array([unit.share for unit in chain.units]),
+        np.array([unit.stop < unit.of for unit in chain.units]),
+    )
 
 
 def _workspaces(chain: Chain, first: int, last: int) -> dict[str, float]:
-    """Most of what a layer needs beyond all stashes, while those of the layers after it are not there: at any
-    time, in forwards, in backwards, and in those that make the gradients, which all count as being there.
+    """Most of what a layer needs beyond all stashes, while those of the layers after it are not there, and what
+    libraries keep: at any time, in forwards, in backwards, and in those that make the gradients, which all count
+    as being there.
 
     What the last layer sends, or the error for it, is part of what it needs, and counts as a message already.
     Weight gradients that were put off find all there that they need, and make no errors; but a first stage puts
@@ -138,9 +154,15 @@ def _workspaces(chain: Chain, first: int, last: int) -> dict[str, float]:
     needed[:3, -ends:] -= messages_in_workspace(chain)[last]
     if first == 0:
         needed[3] = needed[2]
-    found = dict(zip(("", "forward_", "backward_", "weight_"), np.maximum(0.0, needed.max(axis=1)), strict=True))
-    found |= {"first_backward_": (needed[2] - weights).max(), "first_weight_": (needed[3] - weights).max()}
-    return {name: float(value) for name, value in found.items()}
+    most, library = np.maximum(0.0, needed.max(axis=1)), float(chain.library[span].max())
+    return {
+        "workspace": float(most[0]) + library,
+        "forward_workspace": float(most[1]) + library,
+        "backward_workspace": float(most[2]) + library,
+        "first_backward_workspace": float((needed[2] - weights).max()) + library,
+        "weight_workspace": float(most[3]) + library,
+        "first_weight_workspace": float((needed[3] - weights).max()) + library,
+    }
 
 
 @functools.lru_cache(maxsize=16)
@@ -148,8 +170,7 @@ def messages_in_workspace(chain: Chain) -> Floats:
     """Per unit, bytes that its workspace and the messages have in common where a stage ends with it; 0 inside of a
     layer, where the messages have its input too."""
     both = np.minimum(chain.boundary_forward, chain.boundary_backward)
-    ends = np.array([unit.stop == unit.of for unit in chain.units])
-    return np.where(ends, np.minimum(chain.unit_workspace, both), 0.0)
+    return np.where(_columns(chain)[2], 0.0, np.minimum(chain.unit_workspace, both))
 
 
 def _delayed(chain: Chain, first: int, last: int, whole: float) -> float:

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bapipe.cluster import Accelerator
-from bapipe.cluster_files import read_cluster
-from bapipe.explore import Request, explore, make_plan
-from bapipe.plan import Plan
-from bapipe.profile import read_profile
-from bapipe.report.charts.frame import WIDTH, Chart, Scale, label, x_axis, y_axis
+from bapipe.costs.profile import read_profile
+from bapipe.hardware.cluster import Accelerator
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.planner import Request, explore, make_plan
+from bapipe.records.plan import Plan
+from bapipe.reporting.charts.frame import WIDTH, Chart, Scale, label, x_axis, y_axis
 from bapipe.torch import PipeDream, Pipeline
-from bapipe.torch.build import BuiltModel, build_model
-from bapipe.torch.data import batches_for
+from bapipe.torch.inputs.build_model import BuiltModel, build_model
+from bapipe.torch.inputs.training_data import batches_for
 
 HERE = Path(__file__).resolve().parent
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#000000")

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from bapipe.cluster_files import read_cluster
-from bapipe.layer_table import read_layer_table
-from bapipe.model import ModelRef
-from bapipe.plan import LayerPart, Plan, PlanStage, Prediction, Rival, read_plan
-from bapipe.profile import CostTable, Profile, ProfiledLayer, read_profile
-from bapipe.run_record import read_run
-from bapipe.schedule.files import LaneFile, ScheduleFile, read_schedule
+from bapipe.costs.profile import CostTable, Profile, ProfiledLayer, read_profile
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.models.layer_table import read_layer_table
+from bapipe.models.layers import ModelRef
+from bapipe.records.plan import LayerPart, Plan, PlanStage, Prediction, Rival, read_plan
+from bapipe.records.run_record import read_run
+from bapipe.schedule.schedule_file import LaneFile, ScheduleFile, read_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -31,10 +31,10 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
 )
 READERS: dict[str, Callable[[str], object]] = {
-    "bapipe.cluster": read_cluster,
+    "bapipe.hardware.cluster": read_cluster,
     "bapipe.layers": read_layer_table,
-    "bapipe.plan": read_plan,
-    "bapipe.profile": read_profile,
+    "bapipe.records.plan": read_plan,
+    "bapipe.costs.profile": read_profile,
     "bapipe.run": read_run,
     "bapipe.schedule": read_schedule,
 }
@@ -107,7 +107,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def example_schema(path: Path) -> str | None:
-    """bapipe.profile of an example that says that it is one; None for code and torch's CSV."""
+    """bapipe.costs.profile of an example that says that it is one; None for code and torch's CSV."""
     if path.suffix == ".json":
         schema = json.loads(path.read_text(encoding="utf-8")).get("schema")
     elif path.suffix == ".toml":

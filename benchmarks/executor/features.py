@@ -26,17 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapipe.analytic import analytic_profile
-from bapipe.cluster import Accelerator
-from bapipe.cluster_files import read_cluster
-from bapipe.explore import Request, explore, make_plan
-from bapipe.files import dump_json, write_text
+from bapipe.costs.roofline import analytic_profile
+from bapipe.hardware.cluster import Accelerator
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.io.files import dump_json, write_text
+from bapipe.planner import Request, explore, make_plan
 from bapipe.torch.capturing import Captured, capture
-from bapipe.torch.measure.environment import environment_of
-from bapipe.torch.measure.statistics import Summary, summarise
-from bapipe.torch.pipeline import Pipeline
-from bapipe.torch.stage_runner import StageRunner
-from bapipe.torch.stash import WeightStash
+from bapipe.torch.pipedream.weight_versions import WeightStash
+from bapipe.torch.profiler.environment import environment_of
+from bapipe.torch.profiler.statistics import SampleSummary, summarise
+from bapipe.torch.runtime.pipeline import Pipeline
+from bapipe.torch.stage.runner import StageRunner
 from bapipe.torch.zoo.common import classes_loss
 from bapipe.torch.zoo.gpt import build_gpt
 from bapipe.torch.zoo.gpt import make_batch as gpt_batch
@@ -201,7 +201,7 @@ def _compared(title: str, ways: Mapping[str, Work], seconds: float, *, about: st
     }
 
 
-def _ratio(taken: Sequence[float], first: Sequence[float]) -> Summary:
+def _ratio(taken: Sequence[float], first: Sequence[float]) -> SampleSummary:
     return summarise([one / other for one, other in zip(taken, first, strict=True)])
 
 

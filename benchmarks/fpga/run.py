@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bapipe.cluster import Cluster
-from bapipe.cluster_files import read_cluster
-from bapipe.explore import Request
+from bapipe.analysis.what_if import changed
 from bapipe.fpga import Parameters, Table6Row, explore_fpga, table6
-from bapipe.tables import builtin_model
-from bapipe.what_if import changed
+from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.models.builtin import builtin_model
+from bapipe.planner import Request
 
 HERE = Path(__file__).parent
 CLOCKS = (150e6, 200e6, 227e6, 250e6, 275e6, 300e6, 350e6)

@@ -25,9 +25,9 @@ from namespaces import Chain, chain
 from tables import write_tables
 
 from bapipe.errors import BaPipeError
-from bapipe.lowering import Network
-from bapipe.schedule.orders import make_schedule
-from bapipe.simulate import Costs, simulate
+from bapipe.schedule.generators import make_schedule
+from bapipe.simulator.lowering import Network
+from bapipe.simulator.simulate import Costs, simulate
 
 HERE = Path(__file__).parent
 RANKS = 4

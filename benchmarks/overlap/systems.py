@@ -12,15 +12,15 @@ from stages import Case, loss
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from bapipe.schedule.orders import make_schedule
+from bapipe.schedule.generators import make_schedule
 from bapipe.torch.capturing import Stage
-from bapipe.torch.capturing.cuts import Value
-from bapipe.torch.capturing.stages import Root, StageSpec
-from bapipe.torch.executor import Executor
-from bapipe.torch.loss import LossSum
-from bapipe.torch.recorder import HostClock
-from bapipe.torch.stage_runner import StageRunner
-from bapipe.torch.transport import GlooTransport, TensorShape
+from bapipe.torch.capturing.crossing_values import Value
+from bapipe.torch.capturing.stage_module import Root, StageSpec
+from bapipe.torch.comm import GlooTransport, TensorShape
+from bapipe.torch.runtime.action_clock import HostActionClock
+from bapipe.torch.runtime.executor import Executor
+from bapipe.torch.stage.loss import LossSum
+from bapipe.torch.stage.runner import StageRunner
 
 __all__ = ["Step", "alone", "bapipe_step", "step_of", "torch_step"]
 
@@ -69,7 +69,7 @@ def bapipe_step(name: str, case: Case, module: nn.Module, *, rank: int, world: i
         GlooTransport(),
         messages=lambda boundary, microbatch, onward: message,  # noqa: ARG005
         reducers={},
-        clock=HostClock(),
+        clock=HostActionClock(),
     )
     inputs, targets = _data(case)
     number = 0

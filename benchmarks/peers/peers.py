@@ -29,15 +29,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from systems import ALPA_LAYERS, installed
 
-from bapipe.chain import Chain, make_chain
-from bapipe.cluster import Accelerator, AcceleratorType, Cluster, Link
-from bapipe.evaluate import Hardware, StageChoice, evaluate
-from bapipe.explore import Request, explore
-from bapipe.explore.pipelines import FAMILIES, build, optimal
-from bapipe.model import ModelRef
-from bapipe.partition import rivals
-from bapipe.partition.exact import Problem, solve
-from bapipe.profile import CostTable, Profile, ProfiledLayer
+from bapipe.costs.profile import CostTable, Profile, ProfiledLayer
+from bapipe.costs.segments import Chain, make_chain
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.models.layers import ModelRef
+from bapipe.planner import Request, explore
+from bapipe.planner.evaluate import Hardware, StageChoice, evaluate
+from bapipe.planner.partition import baselines
+from bapipe.planner.partition.exact.solve import Problem, solve
+from bapipe.planner.pipelines import FAMILIES, build, optimal
 from bapipe.reproduce.calibration import model_profile
 
 HERE = Path(__file__).parent
@@ -243,8 +243,8 @@ def measure(one: Case, peers: dict[str, Callable[..., tuple[int, ...]]]) -> list
 
 
 def agreement(everything: Sequence[Case], rows: Sequence[dict[str, object]]) -> dict[str, str]:
-    """In how many cases `bapipe.partition.rivals` cuts as the installed peer does; up to 256 layers."""
-    rules = {"torchgpipe": rivals.by_time, "deepspeed": rivals.by_parameter_spread}
+    """In how many cases `bapipe.planner.partition.baselines` cuts as the installed peer does; up to 256 layers."""
+    rules = {"torchgpipe": baselines.by_time, "deepspeed": baselines.by_parameter_spread}
     cuts = {(row["case"], row["system"]): row["cuts"] for row in rows}
     small = [one for one in everything if len(one.chain) <= 256]
     found = {}
@@ -267,7 +267,7 @@ def table(result: dict[str, object]) -> str:
         "",
         "Versions: " + "; ".join(f"{name} {version}" for name, version in versions.items()),
         "",
-        "`bapipe.partition.rivals` cuts as the installed peer: "
+        "`bapipe.planner.partition.baselines` cuts as the installed peer: "
         + "; ".join(f"{name} in {count} cases" for name, count in agree.items()),
         "",
         "| case | system | bottleneck / optimum | step / ours | planning, ms | planning / ours |",

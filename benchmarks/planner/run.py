@@ -17,16 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from bapipe.cluster import Accelerator, AcceleratorType, Cluster, Link
-from bapipe.cluster_files import read_cluster
+from bapipe.costs.profile import CostTable, Profile, ProfiledLayer
+from bapipe.costs.resolve_model import load_profile
 from bapipe.errors import InfeasibleError
-from bapipe.explore import Request, explore
-from bapipe.model import ModelRef
-from bapipe.models import load_profile
-from bapipe.partition import rivals
-from bapipe.partition.exact import Problem, solve
-from bapipe.profile import CostTable, Profile, ProfiledLayer
-from bapipe.tables import BUILTIN_NAMES
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.models.builtin import BUILTIN_NAMES
+from bapipe.models.layers import ModelRef
+from bapipe.planner import Request, explore
+from bapipe.planner.partition import baselines
+from bapipe.planner.partition.exact.solve import Problem, solve
 
 HERE = Path(__file__).parent
 
@@ -166,7 +166,7 @@ def rival_times(quick: bool) -> list[dict[str, object]]:
             )
             ours = clock(lambda case=case: solve(case, minimise="bottleneck"))
             begin = time.perf_counter()
-            rivals.pipedream(
+            baselines.pipedream(
                 times.tolist(),
                 transfer=sizes[:-1].tolist(),
                 synchronise=[0.0] * layers,

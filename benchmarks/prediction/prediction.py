@@ -16,9 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bapipe.compare import compare
-from bapipe.plan import read_plan
-from bapipe.run_record import read_run
+from bapipe.analysis.predicted_measured import compare
+from bapipe.records.plan import read_plan
+from bapipe.records.run_record import read_run
 
 FOLDER = Path(__file__).resolve().parent
 CLUSTER = FOLDER.parents[1] / "examples" / "cluster-two-cpus.toml"

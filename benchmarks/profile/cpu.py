@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tables import accuracy_tables
 
-from bapipe.files import dump_json, write_text
-from bapipe.profile import write_profile
-from bapipe.torch.measure import Settings, profile_model
+from bapipe.costs.profile import write_profile
+from bapipe.io.files import dump_json, write_text
+from bapipe.torch.profiler import MeasureSettings, profile_model
 
 MODELS = {
     "vgg16": {},
@@ -41,7 +41,7 @@ def main() -> None:
     measured = []
     for name in options.only.split(","):
         begun = time.monotonic()
-        settings = Settings(microbatches=sizes, folder=options.out / "cache", seconds=options.seconds)
+        settings = MeasureSettings(microbatches=sizes, folder=options.out / "cache", seconds=options.seconds)
         found = profile_model(name, settings=settings, args=MODELS[name], threads=options.threads)
         print(f"{name}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
         write_profile(found.profile, options.out / f"{name}.json")

@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tables import accuracy_tables
 
+from bapipe.costs.profile import read_profile, write_profile
+from bapipe.costs.profile_merge import merge_profiles
 from bapipe.errors import BaPipeError
-from bapipe.files import dump_json, write_text
-from bapipe.profile import read_profile, write_profile
-from bapipe.profile_merge import merge_profiles
+from bapipe.io.files import dump_json, write_text
 from bapipe.torch import slices
-from bapipe.torch.measure import Settings, profile_model, read_measurement
-from bapipe.torch.measure.load import Load, loaded
+from bapipe.torch.profiler import MeasureSettings, profile_model, read_measurement
+from bapipe.torch.profiler.background_load import Load, loaded
 
 MODELS: dict[str, dict[str, int | float | str | bool]] = {
     "vgg16": {},
@@ -115,7 +115,7 @@ def run_job(options: argparse.Namespace, deadline: float) -> None:
     configuration, _, model = options.job.partition("/")
     dtype, shares = CONFIGURATIONS[configuration]
     sizes = tuple(int(size) for size in options.sizes.split(","))
-    settings = Settings(
+    settings = MeasureSettings(
         microbatches=sizes,
         folder=options.work / "cache",
         seconds=options.seconds,

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bapipe.torch.measure import Measurement, agreement, predicted_peak, read_measurement
-from bapipe.torch.measure.assemble import spread
-from bapipe.torch.measure.layer_times import parts
+from bapipe.torch.profiler import Measurement, agreement, predicted_peak, read_measurement
+from bapipe.torch.profiler.assemble_profile import spread
+from bapipe.torch.profiler.layer_times import parts
 
 __all__ = ["accuracy_tables"]
 

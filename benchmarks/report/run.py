@@ -15,13 +15,13 @@ from typing import Any
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
-from bapipe.cluster_files import read_cluster
-from bapipe.explore import Request, explore, make_plan
-from bapipe.files import write_text
-from bapipe.models import load_profile
-from bapipe.plan import Plan
-from bapipe.profile import Profile
-from bapipe.report.html import make_subject, render_report
+from bapipe.costs.profile import Profile
+from bapipe.costs.resolve_model import load_profile
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.io.files import write_text
+from bapipe.planner import Request, explore, make_plan
+from bapipe.records.plan import Plan
+from bapipe.reporting.html.document import make_subject, render_report
 
 CASES = {
     "8 × 64": ("vgg16", "8xv100", Request(minibatch=512, microbatch=8, stages=8, schedule="zb-h2")),

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.engine import Engine, time_tasks
-from bapipe.files import write_text
-from bapipe.lowering import Network, lower
+from bapipe.io.files import write_text
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.orders import make_schedule
-from bapipe.simulate import Costs, simulate
-from bapipe.timeline import Timeline
+from bapipe.schedule.generators import make_schedule
+from bapipe.simulator.engine import Engine, time_tasks
+from bapipe.simulator.lowering import Network, lower
+from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.timeline import Timeline
 
 STAGES, MICROBATCHES = 64, (128, 256, 512, 1024)
 COSTS = Costs.of(STAGES, forward=10, backward=20, transfer=5)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bapipe.cluster import Cluster
+from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, nearest
-from bapipe.evaluate import plan_timeline
-from bapipe.explore import Request, explore, make_plan
-from bapipe.plan import Plan
-from bapipe.profile import Profile
-from bapipe.schedule.files import ScheduleFile
-from bapipe.schedule.orders import make_schedule, with_update
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner import Request, explore, make_plan
+from bapipe.planner.evaluate import plan_timeline
+from bapipe.records.plan import Plan
+from bapipe.schedule.generators import make_schedule, with_update
+from bapipe.schedule.schedule_file import ScheduleFile
 
 __all__ = ["CASES", "SIZES", "TORCH", "plan_case", "torch_time"]
 

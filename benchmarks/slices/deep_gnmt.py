@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bapipe.profile import CostTable, Profile
+from bapipe.costs.profile import CostTable, Profile
 from bapipe.torch.zoo.common import Built, classes_loss, finish
 from bapipe.torch.zoo.gnmt import GNMT, make_batch
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-import bapipe.torch.pipeline
-import bapipe.torch.reduce
-from bapipe.torch.transport import Message, Transport, Wire, make_transport
-from bapipe.torch.transport.lanes import Lane, close_lanes, result_of
+import bapipe.torch.runtime.gradient_sync
+import bapipe.torch.runtime.pipeline
+from bapipe.torch.comm import Message, Transport, Wire, make_transport
+from bapipe.torch.comm.worker_thread import WorkerThread, close_lanes, result_of
 
 __all__ = ["SlowTransport", "slow_down"]
 
@@ -34,14 +34,14 @@ class SlowTransport:
     def __init__(self, inner: Transport, rate: float, *, timeout: float = 120.0) -> None:
         self.name = f"{inner.name}, emulated at {rate / 1e9:g} GB/s"
         self._inner, self._rate, self._timeout = inner, rate, timeout
-        self._lanes: dict[Wire, Lane] = {}
+        self._lanes: dict[Wire, WorkerThread] = {}
         self._free: dict[tuple[int, int], float] = {}
         """(from, to) -> when the link has carried what has come so far"""
 
     def receive(self, wire: Wire, message: Message) -> Callable[[], tuple[Tensor, ...]]:
         wait = self._inner.receive(wire, message)
         if wire not in self._lanes:
-            self._lanes[wire] = Lane(f"emulated {wire.from_rank} to {wire.to_rank}, tag {wire.tag}")
+            self._lanes[wire] = WorkerThread(f"emulated {wire.from_rank} to {wire.to_rank}, tag {wire.tag}")
 
         def hold(held: Future[tuple[tuple[Tensor, ...], float]]) -> None:
             values = wait()
@@ -107,5 +107,5 @@ def slow_down(rate: float | None) -> None:
         made = make_transport(*args, **kwargs)
         return made if rate is None else SlowTransport(made, rate)
 
-    bapipe.torch.pipeline.make_transport = slow  # type: ignore[attr-defined]
-    bapipe.torch.reduce.dist = dist if rate is None else _SlowSums(rate)  # type: ignore[assignment,attr-defined]
+    bapipe.torch.runtime.pipeline.make_transport = slow  # type: ignore[attr-defined]
+    bapipe.torch.runtime.gradient_sync.dist = dist if rate is None else _SlowSums(rate)  # type: ignore[assignment,attr-defined]

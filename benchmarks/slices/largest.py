@@ -35,16 +35,16 @@ from machine import MEMORY, Machine, slices_of
 from size_search import following
 from workers import Workers
 
-from bapipe.cluster import Cluster
+from bapipe.costs.profile import Profile, read_profile
 from bapipe.errors import BaPipeError, InfeasibleError
-from bapipe.evaluate import evaluate
-from bapipe.explore import Exploration, Request, explore, make_plan
-from bapipe.explore.pipelines import FAMILIES
-from bapipe.explore.strategies import paper_candidate
-from bapipe.plan import Plan, write_plan
-from bapipe.profile import Profile, read_profile
-from bapipe.run_record import read_run
-from bapipe.torch.slices import even_slices
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner import Exploration, Request, explore, make_plan
+from bapipe.planner.evaluate import evaluate
+from bapipe.planner.fixed_partitions import paper_candidate
+from bapipe.planner.pipelines import FAMILIES
+from bapipe.records.plan import Plan, write_plan
+from bapipe.records.run_record import read_run
+from bapipe.torch.slices.mps import even_slices
 
 SIZE = 32
 SHARE = 25.0

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.torch.reduce import BUCKET_BYTES
-from bapipe.torch.transport import TensorShape, Wire, make_transport
+from bapipe.torch.comm import TensorShape, Wire, make_transport
+from bapipe.torch.runtime.gradient_sync import BUCKET_BYTES
 
 __all__ = ["measure_links"]
 

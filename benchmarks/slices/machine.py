@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bapipe.cluster import Accelerator, AcceleratorType, Cluster, Link
-from bapipe.plan import Plan
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.records.plan import Plan
 from bapipe.torch import slices
-from bapipe.torch.measure.detect import usable_memory
+from bapipe.torch.profiler.detect_machine import usable_memory
 
 __all__ = ["MEMORY", "Machine", "slices_of"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from machine import Machine
 
-from bapipe.profile import CostTable, write_profile
-from bapipe.torch.measure import Settings, profile_model
-from bapipe.torch.slices import even_slices
+from bapipe.costs.profile import CostTable, write_profile
+from bapipe.torch.profiler import MeasureSettings, profile_model
+from bapipe.torch.slices.mps import even_slices
 
 __all__ = ["DEEP", "DEEP_MEMORY", "MODELS", "SIZES", "write_profiles"]
 
@@ -46,7 +46,9 @@ def write_profiles(
     equal = even_slices(len(machine))[0]
     for name in (model for model in models if not (folder / f"{model}-fp32.json").exists()):
         with tempfile.TemporaryDirectory() as cache:
-            settings = Settings(microbatches=sizes, folder=Path(cache), iterations=2, parts=True, whole=False)
+            settings = MeasureSettings(
+                microbatches=sizes, folder=Path(cache), iterations=2, parts=True, whole=False
+            )
             profile = profile_model(
                 name,
                 settings=settings,

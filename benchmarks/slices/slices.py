@@ -34,14 +34,14 @@ from machine import Machine, slices_of
 from tables import result_table
 from workers import Workers
 
-from bapipe.cluster import Cluster, Link
-from bapipe.compare import StageComparison, compare
+from bapipe.analysis.predicted_measured import StageComparison, compare
+from bapipe.costs.profile import Profile, read_profile
 from bapipe.errors import BaPipeError
-from bapipe.evaluate import plan_timeline
-from bapipe.plan import Plan, PlanStage, write_plan
-from bapipe.profile import Profile, read_profile
-from bapipe.run_record import RunRecord, read_run
-from bapipe.torch.slices import even_slices
+from bapipe.hardware.cluster import Cluster, Link
+from bapipe.planner.evaluate import plan_timeline
+from bapipe.records.plan import Plan, PlanStage, write_plan
+from bapipe.records.run_record import RunRecord, read_run
+from bapipe.torch.slices.mps import even_slices
 
 CASE_SECONDS, TORCH_SECONDS = 100.0, 40.0
 """after which a case is given up; one of torch's schedules, which may hang, sooner"""

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bapipe.reproduce.sizes import parameters
+from bapipe.reproduce.model_sizes import parameters
 
 __all__ = ["all_tables", "largest_table", "result_table"]
 

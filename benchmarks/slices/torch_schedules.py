@@ -16,16 +16,16 @@ import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.plan import Plan
-from bapipe.torch.build import build_model, make_optimizer
+from bapipe.records.plan import Plan
 from bapipe.torch.capturing import Stage, capture
-from bapipe.torch.clocks import gathered
-from bapipe.torch.data import batches_for
-from bapipe.torch.measure.environment import plain_fp32
-from bapipe.torch.prepare import OwnStages, check_model, own_stages
-from bapipe.torch.support import microbatch_sizes, runnable_schedule
-from bapipe.torch.train import Settings, peak_memory
-from bapipe.torch.transport import Message
+from bapipe.torch.comm import Message
+from bapipe.torch.comm.rank_agreement import gathered
+from bapipe.torch.inputs.build_model import build_model, make_optimizer
+from bapipe.torch.inputs.training_data import batches_for
+from bapipe.torch.launch.train import TrainSettings, peak_memory
+from bapipe.torch.profiler.environment import plain_fp32
+from bapipe.torch.runtime.build_stages import OwnStages, check_model, own_stages
+from bapipe.torch.runtime.plan_checks import microbatch_sizes, runnable_schedule
 
 __all__ = ["train_torch"]
 
@@ -46,7 +46,7 @@ def train_torch(plan: Plan, name: str, *, steps: int, device: torch.device) -> d
     """Train by torch.distributed.pipelining's class `name`; every rank's peak memory and the steps' seconds."""
     rank, world = dist.get_rank(), dist.get_world_size()
     _try_message(device)
-    settings = Settings()
+    settings = TrainSettings()
     plain_fp32(plan.dtype)
     built = build_model(plan.model, seed=settings.seed, dtype=plan.dtype)
     if built.loss is not None:

@@ -24,14 +24,14 @@ from emulated import slow_down
 from links import measure_links
 from torch_schedules import train_torch
 
-from bapipe.plan import read_plan
-from bapipe.run_record import write_run
-from bapipe.torch.blame import one_line
+from bapipe.records.plan import read_plan
+from bapipe.records.run_record import write_run
 from bapipe.torch.capturing import capture
-from bapipe.torch.clocks import gathered
-from bapipe.torch.measure.private import release_workspaces
-from bapipe.torch.pipedream_train import train_pipedream
-from bapipe.torch.train import Settings, train
+from bapipe.torch.comm.rank_agreement import gathered
+from bapipe.torch.device.cuda_workspaces import release_workspaces
+from bapipe.torch.launch.train import TrainSettings, train
+from bapipe.torch.launch.train_pipedream import train_pipedream
+from bapipe.torch.stage.error_context import one_line
 
 
 def main(folder: Path, device: torch.device, limit: int) -> None:
@@ -113,7 +113,7 @@ def answered(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     plan = read_plan(request["plan"])
     if request.get("torch"):
         return train_torch(plan, request["torch"], steps=request["steps"], device=device)
-    settings = Settings(steps=request["steps"], transport=request.get("transport", "auto"), timeout=120.0)
+    settings = TrainSettings(steps=request["steps"], transport=request.get("transport", "auto"), timeout=120.0)
     slow_down(request.get("emulate"))
     record = (train_pipedream if plan.schedule.name == "pipedream" else train)(plan, settings)
     if record is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from machine import Machine
 
-from bapipe.torch.slices import slice_environment
+from bapipe.torch.slices.mps import slice_environment
 
 __all__ = ["Workers"]
 

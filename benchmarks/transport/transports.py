@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bapipe.files import dump_json, write_text
+from bapipe.io.files import dump_json, write_text
 from bapipe.torch import slices
-from bapipe.torch.measure.environment import environment_of
-from bapipe.torch.measure.statistics import Summary, summarise
-from bapipe.torch.transport import Inbox, Outbox, TensorShape, Transport, Wire, make_transport
+from bapipe.torch.comm import Inbox, Outbox, TensorShape, Transport, Wire, make_transport
+from bapipe.torch.profiler.environment import environment_of
+from bapipe.torch.profiler.statistics import SampleSummary, summarise
 from bapipe.units import format_bandwidth, format_seconds
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
@@ -50,11 +50,11 @@ class Row:
 
     transport: str
     nbytes: int
-    latency: Summary
+    latency: SampleSummary
     """there and back, halved: from a kernel's end to the moment the other rank's stream may use the message"""
-    one_way: Summary
+    one_way: SampleSummary
     """per message, many of them one after another"""
-    both_ways: Summary
+    both_ways: SampleSummary
     """per message of each direction, both at once"""
 
 

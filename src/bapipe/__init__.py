@@ -1,7 +1,7 @@
 """BaPipe: find the fastest way to spread DNN training over your accelerators, see why, and run it.
 
     from bapipe import Costs, make_schedule
-    from bapipe.simulate import simulate
+    from bapipe.simulator.simulate import simulate
 
     timeline = simulate(make_schedule("1f1b-so", 4, 16), Costs.of(4, forward=10, backward=20, transfer=5))
     print(timeline.time, timeline.bubble)
@@ -44,34 +44,34 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from bapipe.cluster import Cluster
+    from bapipe.costs.profile import Profile, read_profile, write_profile
     from bapipe.errors import BaPipeError
-    from bapipe.lowering import Network
-    from bapipe.model import Model
-    from bapipe.plan import Plan, read_plan, write_plan
-    from bapipe.profile import Profile, read_profile, write_profile
+    from bapipe.hardware.cluster import Cluster
+    from bapipe.models.layers import Model
+    from bapipe.records.plan import Plan, read_plan, write_plan
     from bapipe.schedule.actions import Action, Kind, Schedule
-    from bapipe.schedule.check import check, require_valid
-    from bapipe.schedule.files import read_schedule, write_schedule
-    from bapipe.schedule.orders import make_schedule
-    from bapipe.simulate import Costs
-    from bapipe.summary import Summary, summarise
-    from bapipe.timeline import Timeline
+    from bapipe.schedule.generators import make_schedule
+    from bapipe.schedule.schedule_file import read_schedule, write_schedule
+    from bapipe.schedule.validate import check, require_valid
+    from bapipe.simulator.lowering import Network
+    from bapipe.simulator.simulate import Costs
+    from bapipe.simulator.summary import Summary, summarise
+    from bapipe.simulator.timeline import Timeline
 
 _HOME = {
-    "bapipe.cluster": ("Cluster",),
+    "bapipe.hardware.cluster": ("Cluster",),
     "bapipe.errors": ("BaPipeError",),
-    "bapipe.lowering": ("Network",),
-    "bapipe.model": ("Model",),
-    "bapipe.plan": ("Plan", "read_plan", "write_plan"),
-    "bapipe.profile": ("Profile", "read_profile", "write_profile"),
+    "bapipe.simulator.lowering": ("Network",),
+    "bapipe.models.layers": ("Model",),
+    "bapipe.records.plan": ("Plan", "read_plan", "write_plan"),
+    "bapipe.costs.profile": ("Profile", "read_profile", "write_profile"),
     "bapipe.schedule.actions": ("Action", "Kind", "Schedule"),
-    "bapipe.schedule.check": ("check", "require_valid"),
-    "bapipe.schedule.files": ("read_schedule", "write_schedule"),
-    "bapipe.schedule.orders": ("make_schedule",),
-    "bapipe.simulate": ("Costs",),
-    "bapipe.summary": ("Summary", "summarise"),
-    "bapipe.timeline": ("Timeline",),
+    "bapipe.schedule.validate": ("check", "require_valid"),
+    "bapipe.schedule.schedule_file": ("read_schedule", "write_schedule"),
+    "bapipe.schedule.generators": ("make_schedule",),
+    "bapipe.simulator.simulate": ("Costs",),
+    "bapipe.simulator.summary": ("Summary", "summarise"),
+    "bapipe.simulator.timeline": ("Timeline",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from bapipe.cluster_files import read_cluster
-from bapipe.explore import Request, explore, make_plan
-from bapipe.models import load_profile
-from bapipe.plan import write_plan
-from bapipe.report.html import make_subject, render_report
+from bapipe.costs.resolve_model import load_profile
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.planner import Request, explore, make_plan
+from bapipe.records.plan import write_plan
+from bapipe.reporting.html.document import make_subject, render_report
 from report_plans import planned, run_of
 
 FLAGS = (

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bapipe.cluster_files import read_cluster, with_link_bandwidth
-from bapipe.explore import Request, explore, make_plan
-from bapipe.models import load_profile
-from bapipe.report.html import make_subject, render_report
+from bapipe.costs.resolve_model import load_profile
+from bapipe.hardware.cluster_file import read_cluster, with_link_bandwidth
+from bapipe.planner import Request, explore, make_plan
+from bapipe.reporting.html.document import make_subject, render_report
 from report_plans import hostile, planned, run_of
 
 Open = Callable[[Path], Any]

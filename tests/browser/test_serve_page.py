@@ -17,8 +17,8 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 
-from bapipe.files import content_hash
-from bapipe.plan import read_plan
+from bapipe.io.files import content_hash
+from bapipe.records.plan import read_plan
 from bapipe.units import format_seconds
 from served import BAPIPE, Served, serving
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from equality_plans import Case
 from equality_plans import make_plan as plan_of_case
 
-from bapipe.plan import LayerPart, Plan
+from bapipe.records.plan import LayerPart, Plan
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.orders import make_schedule, with_recompute, with_update
+from bapipe.schedule.generators import make_schedule, with_recompute, with_update
 
 if TYPE_CHECKING:
     from bapipe.torch.capturing import Captured

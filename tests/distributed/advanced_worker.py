@@ -21,10 +21,10 @@ from forked_ranks import run_cases
 from torch import Tensor
 
 import split_models
-from bapipe.torch.build import BuiltModel
 from bapipe.torch.capturing import Captured, capture
-from bapipe.torch.check import gradients, train_alone
-from bapipe.torch.pipeline import Pipeline
+from bapipe.torch.inputs.build_model import BuiltModel
+from bapipe.torch.runtime.pipeline import Pipeline
+from bapipe.torch.verify.gradient_check import gradients, train_alone
 from split_models import SPLIT_MODELS, build_split_model
 
 STEPS = 2

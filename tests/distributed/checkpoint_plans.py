@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from equality_plans import Case, make_plan
 
-from bapipe.cluster import Accelerator
-from bapipe.plan import LayerPart, Plan
+from bapipe.hardware.cluster import Accelerator
+from bapipe.records.plan import LayerPart, Plan
 from bapipe.schedule.actions import Kind, Schedule
-from bapipe.schedule.files import ScheduleFile
+from bapipe.schedule.schedule_file import ScheduleFile
 
 __all__ = ["Leg", "cut_plan"]
 

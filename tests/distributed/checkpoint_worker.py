@@ -27,10 +27,10 @@ from checkpoint_plans import Leg, cut_plan
 from equality_models import SUBJECTS, as_call, build, make_batch
 from torch import nn
 
-from bapipe.schedule.orders import capped, data_parallel, make_schedule, with_recompute, with_update
+from bapipe.schedule.generators import capped, data_parallel, make_schedule, with_recompute, with_update
 from bapipe.torch.capturing import Captured, capture
-from bapipe.torch.checkpoint import Checkpoints
-from bapipe.torch.pipeline import Pipeline
+from bapipe.torch.checkpoint.checkpoints import Checkpoints
+from bapipe.torch.runtime.pipeline import Pipeline
 
 RANKS, MICROBATCHES, SIZE, HALF = 4, 4, 3, 3
 TIMEOUT = datetime.timedelta(seconds=120)

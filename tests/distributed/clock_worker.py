@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from bapipe.torch.clocks import clock_offset
+from bapipe.torch.comm.rank_agreement import clock_offset
 
 AHEAD = 1000.0
 

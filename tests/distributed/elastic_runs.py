@@ -11,9 +11,9 @@ from typing import Any
 
 from checkpoint_plans import Leg, cut_plan
 
-from bapipe.plan import Plan
-from bapipe.profile import read_profile
-from bapipe.schedule.orders import make_schedule, with_update
+from bapipe.costs.profile import read_profile
+from bapipe.records.plan import Plan
+from bapipe.schedule.generators import make_schedule, with_update
 
 __all__ = ["COMMAND", "ENVIRONMENT", "PROFILE", "ROOT", "descendants", "ranks_of", "run", "states", "tiny_plan"]
 
@@ -52,7 +52,7 @@ def run(plan: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def states(folder: Path) -> dict[str, Any]:
     """All tensors of a folder's last checkpoint, those of the optimizer too."""
-    from bapipe.torch.checkpoint_export import CheckpointState
+    from bapipe.torch.checkpoint.whole_model import CheckpointState
 
     state = CheckpointState(folder)
     found = {f"optimizer {name} {entry}": value for name, entry, value in state.optimizer()}
@@ -69,7 +69,7 @@ def ranks_of(process: int) -> dict[int, int]:
         except OSError:
             continue
         rank = next((item.removeprefix(b"RANK=") for item in variables if item.startswith(b"RANK=")), None)
-        if b"bapipe.torch.worker" in command and rank is not None:
+        if b"bapipe.torch.launch.worker" in command and rank is not None:
             found[int(rank)] = worker
     return found
 

@@ -14,7 +14,7 @@ from equality_plans import Case
 from torch import Tensor, nn
 
 from bapipe.torch.capturing import Captured
-from bapipe.torch.capturing.private import flatten, unflatten
+from bapipe.torch.capturing.torch_internals import flatten, unflatten
 
 __all__ = ["LEARNING_RATE", "Alone", "make_optimizer", "train_alone"]
 

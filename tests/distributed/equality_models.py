@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.torch.loss import LossFunction
+from bapipe.torch.stage.loss import LossFunction
 from bapipe.torch.zoo import GNMT, VGG16, ResNet50, UNet, gnmt, unet
 from bapipe.torch.zoo.common import classes_loss, images, tokens
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from run_plans import CPU
 
-from bapipe.cluster import Accelerator, Cluster, Link
-from bapipe.model import ModelRef
-from bapipe.plan import Plan, PlanStage, Prediction
+from bapipe.hardware.cluster import Accelerator, Cluster, Link
+from bapipe.models.layers import ModelRef
+from bapipe.records.plan import Plan, PlanStage, Prediction
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.files import ScheduleFile
-from bapipe.schedule.orders import capped, data_parallel, make_schedule, with_recompute, with_update
+from bapipe.schedule.generators import capped, data_parallel, make_schedule, with_recompute, with_update
+from bapipe.schedule.schedule_file import ScheduleFile
 
 __all__ = ["Case", "all_pairs", "falling_caps", "make_plan", "make_schedule_of", "read_cases", "write_cases"]
 

@@ -28,9 +28,9 @@ from equality_watch import Living, boundary_tensors, count_tensors, watch_graphs
 from forked_ranks import TIMEOUT, fork_ranks, run_own_cases
 from torch import Tensor
 
-from bapipe.plan import Plan
+from bapipe.records.plan import Plan
 from bapipe.torch.capturing import Captured, Result, capture, largest_difference
-from bapipe.torch.pipeline import Pipeline
+from bapipe.torch.runtime.pipeline import Pipeline
 
 RANKS = 4
 

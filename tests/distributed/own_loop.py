@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bapipe.plan import read_plan
+from bapipe.records.plan import read_plan
 from bapipe.torch import Pipeline
-from bapipe.torch.build import build_model
-from bapipe.torch.data import batches_for
+from bapipe.torch.inputs.build_model import build_model
+from bapipe.torch.inputs.training_data import batches_for
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from equality_plans import Case
 from equality_plans import make_plan as plan_of_case
 
-from bapipe.plan import LayerPart, Plan
-from bapipe.schedule.files import ScheduleFile
-from bapipe.schedule.orders import pipedream
+from bapipe.records.plan import LayerPart, Plan
+from bapipe.schedule.generators import pipedream
+from bapipe.schedule.schedule_file import ScheduleFile
 
 if TYPE_CHECKING:
     from bapipe.torch.capturing import Captured

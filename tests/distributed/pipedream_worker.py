@@ -20,12 +20,12 @@ from forked_ranks import run_cases
 from pipedream_cases import PipeDreamCase, lag_of, make_plan, read_cases
 from torch import Tensor, nn
 
-from bapipe.torch.build import BuiltModel
 from bapipe.torch.capturing import Captured, capture
-from bapipe.torch.check import Gradients, gradients
-from bapipe.torch.clocks import gathered
-from bapipe.torch.pipedream import PipeDream
-from bapipe.torch.pipedream_check import Holding, compare_stale
+from bapipe.torch.comm.rank_agreement import gathered
+from bapipe.torch.inputs.build_model import BuiltModel
+from bapipe.torch.pipedream.stashing_pipeline import PipeDream
+from bapipe.torch.verify.gradient_check import Gradients, gradients
+from bapipe.torch.verify.stale_check import Holding, compare_stale
 
 
 def main(folder: Path) -> int:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.cluster import Accelerator, AcceleratorType, Cluster, Link
-from bapipe.model import ModelRef
-from bapipe.plan import Plan, PlanStage, Prediction
-from bapipe.profile import Profile, read_profile
+from bapipe.costs.profile import Profile, read_profile
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.models.layers import ModelRef
+from bapipe.records.plan import Plan, PlanStage, Prediction
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.files import ScheduleFile
-from bapipe.schedule.orders import capped, make_schedule, with_update
+from bapipe.schedule.generators import capped, make_schedule, with_update
+from bapipe.schedule.schedule_file import ScheduleFile
 
 __all__ = ["CPU", "ROOT", "SMALL", "caps_of", "fragile_plan", "make_plan", "small_plan", "tiny_profile"]
 

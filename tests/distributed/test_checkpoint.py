@@ -20,10 +20,9 @@ from elastic_runs import run, states, tiny_plan  # noqa: E402
 
 from bapipe.cli import cli  # noqa: E402
 from bapipe.errors import BaPipeError, FileFormatError  # noqa: E402
-from bapipe.model import ModelRef  # noqa: E402
-from bapipe.plan import write_plan  # noqa: E402
-from bapipe.torch.checkpoint_export import CheckpointState, export_safetensors  # noqa: E402
-from bapipe.torch.checkpoint_folder import (  # noqa: E402
+from bapipe.models.layers import ModelRef  # noqa: E402
+from bapipe.records.plan import write_plan  # noqa: E402
+from bapipe.torch.checkpoint.checkpoint_folder import (  # noqa: E402
     MANIFEST,
     Manifest,
     begin_checkpoint,
@@ -33,7 +32,8 @@ from bapipe.torch.checkpoint_folder import (  # noqa: E402
     latest,
     read_manifest,
 )
-from bapipe.torch.materialise import fill, open_state  # noqa: E402
+from bapipe.torch.checkpoint.whole_model import CheckpointState, export_safetensors  # noqa: E402
+from bapipe.torch.runtime.materialise import fill, open_state  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 PATHS = [

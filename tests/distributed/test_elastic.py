@@ -19,11 +19,11 @@ torch = pytest.importorskip("torch", reason="running a plan needs torch: pip ins
 
 from elastic_runs import COMMAND, ENVIRONMENT, PROFILE, descendants, ranks_of, run, states, tiny_plan  # noqa: E402
 
+from bapipe.costs.profile import read_profile  # noqa: E402
 from bapipe.errors import BaPipeError  # noqa: E402
-from bapipe.plan import Plan, read_plan, write_plan  # noqa: E402
-from bapipe.profile import read_profile  # noqa: E402
-from bapipe.torch.checkpoint_folder import latest, read_manifest  # noqa: E402
-from bapipe.torch.elastic import describe_change, plan_without, without_accelerator  # noqa: E402
+from bapipe.records.plan import Plan, read_plan, write_plan  # noqa: E402
+from bapipe.torch.checkpoint.checkpoint_folder import latest, read_manifest  # noqa: E402
+from bapipe.torch.launch.elastic import describe_change, plan_without, without_accelerator  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finding the ranks of a run needs /proc")
 

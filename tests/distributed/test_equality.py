@@ -37,8 +37,8 @@ from equality_models import SUBJECTS, as_call, build, make_batch  # noqa: E402
 from equality_plans import Case, make_plan, make_schedule_of, write_cases  # noqa: E402
 
 from bapipe.torch.capturing import capture  # noqa: E402
-from bapipe.torch.prepare import own_stages  # noqa: E402
-from bapipe.torch.transport.boxes import AHEAD, WINDOW  # noqa: E402
+from bapipe.torch.comm.p2p_queues import AHEAD, WINDOW  # noqa: E402
+from bapipe.torch.runtime.build_stages import own_stages  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 LIMITS = {"float64": 1e-12, "dropout": 1e-12, "float32": 1e-5}

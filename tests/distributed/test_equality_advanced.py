@@ -19,10 +19,10 @@ from forked_ranks import read_results, start
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Kind
-from bapipe.simulate import Costs, simulate
-from bapipe.timeline import Timeline, Transfers
+from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.timeline import Timeline, Transfers
 from bapipe.torch.capturing import capture
-from bapipe.torch.support import runnable_schedule
+from bapipe.torch.runtime.plan_checks import runnable_schedule
 from split_models import build_split_model
 
 HERE = Path(__file__).resolve().parent

@@ -22,13 +22,13 @@ import torch.distributed as dist  # noqa: E402
 from run_plans import ROOT, fragile_plan, small_plan  # noqa: E402
 
 from bapipe.errors import BaPipeError  # noqa: E402
-from bapipe.plan import Plan, write_plan  # noqa: E402
+from bapipe.records.plan import Plan, write_plan  # noqa: E402
 from bapipe.torch import Pipeline  # noqa: E402
-from bapipe.torch.build import build_model  # noqa: E402
-from bapipe.torch.data import batches_for  # noqa: E402
-from bapipe.torch.failure import RunError  # noqa: E402
-from bapipe.torch.launch import launch  # noqa: E402
-from bapipe.torch.run_options import RunOptions  # noqa: E402
+from bapipe.torch.health.failure import RunError  # noqa: E402
+from bapipe.torch.inputs.build_model import build_model  # noqa: E402
+from bapipe.torch.inputs.training_data import batches_for  # noqa: E402
+from bapipe.torch.launch.launcher import launch  # noqa: E402
+from bapipe.torch.launch.run_options import RunOptions  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 HOST = re.escape(socket.gethostname())

@@ -16,9 +16,9 @@ pytest.importorskip("torch", reason="running a plan needs torch: pip install bap
 from forked_ranks import read_results, start
 from pipedream_cases import PipeDreamCase, write_cases
 
-from bapipe.plan import read_plan
-from bapipe.run_record import read_run
-from bapipe.schedule.orders import pipedream
+from bapipe.records.plan import read_plan
+from bapipe.records.run_record import read_run
+from bapipe.schedule.generators import pipedream
 
 HERE = Path(__file__).resolve().parent
 CASES = (

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="running a plan needs torch: pip install bapipe[torch]")
 
-from bapipe.torch.processes import end_process, has_ended, own_machine, own_process
+from bapipe.torch.health.processes import end_process, has_ended, own_machine, own_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
@@ -39,7 +39,7 @@ def test_one_that_nobody_has_waited_for_has_ended() -> None:
 
 CODE = """
 import os, signal, sys, threading, time
-from bapipe.torch.processes import on_termination
+from bapipe.torch.health.processes import on_termination
 
 def stop():
     print("told", flush=True)

@@ -21,14 +21,14 @@ torch = pytest.importorskip("torch", reason="running a plan needs torch: pip ins
 from run_plans import ROOT, caps_of, make_plan, small_plan  # noqa: E402
 
 from bapipe.errors import BaPipeError  # noqa: E402
-from bapipe.model import ModelRef  # noqa: E402
-from bapipe.plan import Plan, write_plan  # noqa: E402
-from bapipe.run_record import RunRecord, read_run, to_timeline  # noqa: E402
+from bapipe.models.layers import ModelRef  # noqa: E402
+from bapipe.records.plan import Plan, write_plan  # noqa: E402
+from bapipe.records.run_record import RunRecord, read_run, to_timeline  # noqa: E402
 from bapipe.schedule.actions import Action  # noqa: E402
 from bapipe.torch import worker  # noqa: E402
-from bapipe.torch.build import build_model  # noqa: E402
-from bapipe.torch.launch import launch  # noqa: E402
-from bapipe.torch.run_options import RunOptions  # noqa: E402
+from bapipe.torch.inputs.build_model import build_model  # noqa: E402
+from bapipe.torch.launch.launcher import launch  # noqa: E402
+from bapipe.torch.launch.run_options import RunOptions  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 FAR_TOO_LONG = 300

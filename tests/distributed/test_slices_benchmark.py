@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from bapipe.model import ModelRef
-from bapipe.profile import write_profile
+from bapipe.costs.profile import write_profile
+from bapipe.models.layers import ModelRef
 from loaded_files import load_file
 from made_profiles import made_profile
 

@@ -16,11 +16,11 @@ torch = pytest.importorskip("torch", reason="transports need torch: pip install 
 from transport_worker import MIXED, WORLD, content, serve  # noqa: E402
 
 from bapipe.errors import BaPipeError  # noqa: E402
-from bapipe.torch.transport.boxes import AHEAD, WINDOW  # noqa: E402
-from bapipe.torch.transport.choose import candidates, make_transport  # noqa: E402
-from bapipe.torch.transport.ipc import SLOTS  # noqa: E402
-from bapipe.torch.transport.packing import message_of, packed_size, unpacked  # noqa: E402
-from bapipe.torch.transport.places import Place  # noqa: E402
+from bapipe.torch.comm.choose_transport import candidates, make_transport  # noqa: E402
+from bapipe.torch.comm.ipc import SLOTS  # noqa: E402
+from bapipe.torch.comm.p2p_queues import AHEAD, WINDOW  # noqa: E402
+from bapipe.torch.comm.packing import message_of, packed_size, unpacked  # noqa: E402
+from bapipe.torch.comm.rank_topology import Place  # noqa: E402
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device, and torch finds none")]
@@ -219,6 +219,6 @@ def test_a_transport_that_cannot_serve_is_refused(name: str, message: str) -> No
 
 
 def test_the_private_parts_of_torch_are_where_they_were() -> None:
-    """Those of bapipe.torch.transport.private."""
+    """Those of bapipe.torch.comm.ipc_handles."""
     assert callable(torch.UntypedStorage._share_cuda_)
     assert callable(torch.UntypedStorage._new_shared_cuda)

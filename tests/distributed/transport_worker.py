@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapipe.torch.transport import (
+from bapipe.torch.comm import (
     GlooTransport,
     Inbox,
     IpcTransport,

@@ -19,7 +19,7 @@ pytestmark = [
 
 HOLES = """
 import sys, torch
-from bapipe.torch.gpu_memory import keep_in_pages
+from bapipe.torch.device.allocator import keep_in_pages
 device = torch.device("cuda", 0)
 if sys.argv[1] == "pages":
     keep_in_pages(device)
@@ -37,8 +37,8 @@ except torch.OutOfMemoryError:
 
 SHARED = """
 import os, subprocess, sys, torch
-from bapipe.torch.gpu_memory import keep_in_pages, mappable
-from bapipe.torch.transport.private import share_memory
+from bapipe.torch.device.allocator import keep_in_pages, mappable
+from bapipe.torch.comm.ipc_handles import share_memory
 device = torch.device("cuda", 0)
 keep_in_pages(device)
 before = torch.ones(10**7, device=device)
@@ -48,7 +48,7 @@ torch.cuda.synchronize()
 kinds = [item["is_expandable"] for item in torch.cuda.memory_snapshot()]
 print(sorted(set(kinds)), flush=True)
 child = (
-    "import sys; from bapipe.torch.transport.private import map_memory; "
+    "import sys; from bapipe.torch.comm.ipc_handles import map_memory; "
     "print(set(map_memory(bytes.fromhex(sys.argv[1])).tolist()))"
 )
 subprocess.run([sys.executable, "-c", child, share_memory(buffer).hex()], check=True)

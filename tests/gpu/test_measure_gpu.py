@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bapipe.model import ModelRef
-from bapipe.torch.capturing.private import flatten_recurrent
-from bapipe.torch.measure import Settings, predicted_peak, profile_model, profile_module
-from bapipe.torch.measure.clock import CudaClock
+from bapipe.models.layers import ModelRef
+from bapipe.torch.capturing.torch_internals import flatten_recurrent
+from bapipe.torch.profiler import MeasureSettings, predicted_peak, profile_model, profile_module
+from bapipe.torch.profiler.layer_clock import CudaClock
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,7 +79,7 @@ def test_a_model_is_profiled_with_its_peak(tmp_path: Path) -> None:
         module,
         (torch.randn(2, 3, 64, 64),),
         model=ModelRef(name="small"),
-        settings=Settings(microbatches=(8, 64), folder=tmp_path, seconds=0.02),
+        settings=MeasureSettings(microbatches=(8, 64), folder=tmp_path, seconds=0.02),
         device="cuda",
     )
     (table,) = found.profile.accelerators.values()
@@ -98,7 +98,7 @@ def test_weight_gradients_that_were_put_off_need_no_room_for_errors(tmp_path: Pa
         module,
         (torch.randn(8, 512),),
         model=ModelRef(name="products"),
-        settings=Settings(microbatches=(2**17,), folder=tmp_path, seconds=0.01),
+        settings=MeasureSettings(microbatches=(2**17,), folder=tmp_path, seconds=0.01),
         device="cuda",
     )
     (table,) = found.profile.accelerators.values()
@@ -115,7 +115,7 @@ def test_out_of_memory_is_recorded(tmp_path: Path) -> None:
         module,
         (torch.randn(2, 8),),
         model=ModelRef(name="hungry"),
-        settings=Settings(microbatches=(1, 2, 8), folder=tmp_path, seconds=0.01),
+        settings=MeasureSettings(microbatches=(1, 2, 8), folder=tmp_path, seconds=0.01),
         device="cuda",
     )
     (table,) = found.profile.accelerators.values()
@@ -126,7 +126,7 @@ def test_out_of_memory_is_recorded(tmp_path: Path) -> None:
 def test_a_captured_model_on_the_gpu(tmp_path: Path) -> None:
     found = profile_model(
         "gpt",
-        settings=Settings(microbatches=(4,), folder=tmp_path, seconds=0.02),
+        settings=MeasureSettings(microbatches=(4,), folder=tmp_path, seconds=0.02),
         device="cuda",
         dtype="bf16",
         args={"blocks": 2, "width": 64, "vocabulary": 256, "sequence": 32},

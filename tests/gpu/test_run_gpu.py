@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapipe.cluster import Accelerator, AcceleratorType, Cluster, Link
-from bapipe.explore import Request, explore, make_plan
-from bapipe.plan import Plan, write_plan
-from bapipe.profile import Profile
-from bapipe.torch.measure import Settings, profile_model
-from bapipe.torch.upload import Upload
+from bapipe.costs.profile import Profile
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.planner import Request, explore, make_plan
+from bapipe.records.plan import Plan, write_plan
+from bapipe.torch.device.h2d_copy import Upload
+from bapipe.torch.profiler import MeasureSettings, profile_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +47,7 @@ def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     two stages."""
     found = profile_model(
         request.param,
-        settings=Settings(microbatches=(4,), folder=tmp_path_factory.mktemp("cache"), seconds=0.01),
+        settings=MeasureSettings(microbatches=(4,), folder=tmp_path_factory.mktemp("cache"), seconds=0.01),
         device="cuda",
         dtype="fp64",
         args=MODELS[request.param],

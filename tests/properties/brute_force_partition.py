@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from bapipe.partition.exact import Problem
+from bapipe.planner.partition.exact.solve import Problem
 
 __all__ = ["Piece", "Plan", "plans", "time_of"]
 

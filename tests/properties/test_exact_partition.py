@@ -10,9 +10,9 @@ from brute_force_partition import plans, time_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bapipe.engine import numba_available
 from bapipe.errors import InfeasibleError
-from bapipe.partition.exact import UNLIMITED, Problem, Solution, solve
+from bapipe.planner.partition.exact.solve import UNLIMITED, Problem, Solution, solve
+from bapipe.simulator.engine import numba_available
 
 LAYERS = {1: 10, 2: 10, 3: 10, 4: 9}
 """most layers by accelerators, which keeps brute force within some ten thousand plans"""

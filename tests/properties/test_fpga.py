@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapipe.cluster import Cluster
+from bapipe.analysis.what_if import changed
 from bapipe.errors import InfeasibleError
-from bapipe.explore import Request
 from bapipe.fpga import FpgaExploration, Parameters, explore_fpga, make_fpga_plan, simulated
 from bapipe.fpga.outcome import dimension
-from bapipe.model import Model
-from bapipe.what_if import changed
+from bapipe.hardware.cluster import Cluster
+from bapipe.models.layers import Model
+from bapipe.planner import Request
 from fpga_cases import board_type, chain_of, conv_model
 
 FLUID = Parameters(allocation="fluid", slices=2)

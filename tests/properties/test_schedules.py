@@ -11,13 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapipe.engine import TaskTimes, numba_available, time_tasks
 from bapipe.errors import DeadlockError
-from bapipe.lowering import Network, Route, lower
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.check import check
 from bapipe.schedule.closed_forms import closed_form, unified_time
-from bapipe.schedule.orders import (
+from bapipe.schedule.generators import (
     SCHEDULES,
     capped,
     full_overlap_caps,
@@ -28,8 +25,11 @@ from bapipe.schedule.orders import (
     zb_h1,
     zb_h2,
 )
-from bapipe.simulate import Costs, simulate, steady_period
-from bapipe.timeline import Timeline
+from bapipe.schedule.validate import check
+from bapipe.simulator.engine import TaskTimes, numba_available, time_tasks
+from bapipe.simulator.lowering import Network, Route, lower
+from bapipe.simulator.simulate import Costs, simulate, steady_period
+from bapipe.simulator.timeline import Timeline
 
 STAGES, MICROBATCHES = st.integers(1, 7), st.integers(1, 24)
 TIME, TRANSFER = st.integers(1, 40), st.integers(0, 40)

@@ -9,13 +9,13 @@ import click
 
 from bapipe.cli.values import plain_number
 from bapipe.errors import BaPipeError
-from bapipe.files import content_hash, plain_values, write_text
+from bapipe.io.files import content_hash, plain_values, write_text
 
 if TYPE_CHECKING:
-    from bapipe.cluster import Cluster
-    from bapipe.compare import Comparison
-    from bapipe.plan import Plan
-    from bapipe.recalibrate import Recalibration
+    from bapipe.analysis.predicted_measured import Comparison
+    from bapipe.analysis.recalibrate import Recalibration
+    from bapipe.hardware.cluster import Cluster
+    from bapipe.records.plan import Plan
 
 __all__ = ["compare_command"]
 
@@ -59,11 +59,11 @@ def compare_command(
       bapipe compare plan.json run.json --profile profile.json --recalibrate corrected.json
       bapipe plan corrected.json --cluster cluster.toml
     """
-    from bapipe.compare import compare, comparison_values
-    from bapipe.plan import read_plan
-    from bapipe.profile import read_profile, write_profile
-    from bapipe.recalibrate import recalibrate
-    from bapipe.run_record import read_run
+    from bapipe.analysis.predicted_measured import compare, comparison_values
+    from bapipe.analysis.recalibrate import recalibrate
+    from bapipe.costs.profile import read_profile, write_profile
+    from bapipe.records.plan import read_plan
+    from bapipe.records.run_record import read_run
 
     if (profile_file is None) != (corrected_file is None):
         given, lacking = ("--recalibrate", "--profile") if profile_file is None else ("--profile", "--recalibrate")
@@ -80,7 +80,7 @@ def compare_command(
         again = recalibrate(plan, record, read_profile(profile_file))
         write_profile(again.profile, corrected_file)
     if trace_file:
-        from bapipe.report.trace import trace_json
+        from bapipe.reporting.trace import trace_json
 
         write_text(trace_file, trace_json({"predicted": found.predicted, "measured": found.measured}))
     if as_json:
@@ -102,8 +102,8 @@ def compare_command(
 
 
 def _corrected_cluster(found: Comparison, plan: Plan, path: str, *, run: str) -> Cluster:
-    from bapipe.cluster_writer import cluster_toml
-    from bapipe.link_estimate import correct_links
+    from bapipe.analysis.link_estimate import correct_links
+    from bapipe.hardware.cluster_toml import cluster_toml
 
     cluster = correct_links(plan.cluster, found.links)
     changed = ", ".join(estimate.link for estimate in found.links if estimate.corrected is not None)
@@ -113,8 +113,8 @@ def _corrected_cluster(found: Comparison, plan: Plan, path: str, *, run: str) ->
 
 def _time_again(plan: Plan, again: Recalibration, cluster: Cluster | None) -> float:
     """What the corrected figures predict of the plan that ran."""
-    from bapipe.evaluate import plan_timeline
-    from bapipe.recalibrate import predict_again
+    from bapipe.analysis.recalibrate import predict_again
+    from bapipe.planner.evaluate import plan_timeline
 
     return plan_timeline(predict_again(plan, again.profile, cluster)).time
 
@@ -122,8 +122,8 @@ def _time_again(plan: Plan, again: Recalibration, cluster: Cluster | None) -> fl
 def _print(found: Comparison) -> None:
     from rich.console import Console
 
-    from bapipe.report.compare_table import comparison_notes, comparison_tables
-    from bapipe.report.text import render_text
+    from bapipe.reporting.terminal.compare_table import comparison_notes, comparison_tables
+    from bapipe.reporting.terminal.timeline_text import render_text
 
     console = Console(highlight=False)
     width, color = max(40, console.width), console.is_terminal
@@ -139,7 +139,7 @@ def _print(found: Comparison) -> None:
 def _print_corrections(plan: Plan, again: Recalibration, cluster: Cluster | None, *, measured: float) -> None:
     from rich.console import Console
 
-    from bapipe.report.compare_table import correction_table
+    from bapipe.reporting.terminal.compare_table import correction_table
     from bapipe.units import format_seconds
 
     console = Console(highlight=False)

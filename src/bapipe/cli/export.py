@@ -25,6 +25,6 @@ def export_command(checkpoint: str, out: str) -> None:
 
     if importlib.util.find_spec("torch") is None:
         raise BaPipeError("reading a checkpoint needs torch, which is not installed; pip install 'bapipe[torch]'")
-    from bapipe.torch.checkpoint_export import export_safetensors
+    from bapipe.torch.checkpoint.whole_model import export_safetensors
 
     click.echo(f"wrote {out} from {export_safetensors(checkpoint, out)}")

@@ -11,14 +11,14 @@ import click
 
 from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
-from bapipe.cluster import Cluster
 from bapipe.errors import BaPipeError, InfeasibleError, nearest
-from bapipe.explore import Request
 from bapipe.fpga import FPGA_STRATEGIES, explore_fpga, make_fpga_plan, parse_assumptions
-from bapipe.model import Model
-from bapipe.plan import Plan, write_plan
-from bapipe.plan_inputs import layers_for_fpgas
-from bapipe.tables import BUILTIN_NAMES, is_builtin
+from bapipe.hardware.cluster import Cluster
+from bapipe.models.builtin import BUILTIN_NAMES, is_builtin
+from bapipe.models.layers import Model
+from bapipe.planner import Request
+from bapipe.planner.inputs import layers_for_fpgas
+from bapipe.records.plan import Plan, write_plan
 from bapipe.units import format_seconds
 
 __all__ = ["plan_on_fpgas", "read_cnn"]
@@ -33,7 +33,7 @@ def read_cnn(spec: str) -> Model:
         return layers_for_fpgas(text)
     if _CALLABLE.fullmatch(text):
         from bapipe.torch.capturing import capture
-        from bapipe.torch.measure.source import find_model
+        from bapipe.torch.inputs.model_source import find_model
 
         source = find_model(text)
         return capture(source.module, source.args, source.kwargs, check=False).to_model(source.model.name)
@@ -61,8 +61,8 @@ def plan_on_fpgas(model: str, cluster: Cluster, request: Request, options: dict[
         return
     from rich.console import Console
 
-    from bapipe.report.fpga_table import render_assumptions, render_fpga
-    from bapipe.report.plan_table import render_steps
+    from bapipe.reporting.terminal.fpga_table import render_assumptions, render_fpga
+    from bapipe.reporting.terminal.plan_table import render_steps
 
     console = Console(highlight=False)
     console.print(render_fpga(plan))

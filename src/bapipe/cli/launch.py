@@ -39,8 +39,8 @@ def launch_command(
       bapipe launch plan.json --print --steps 100
       bapipe launch plan.json --print --script train.py -- plan.json --epochs 3
     """
-    from bapipe.torch.launch import check_run, launch, start_script, worker_arguments
-    from bapipe.torch.nodes import node_commands, ranks_by_node, slurm_script
+    from bapipe.torch.launch.launcher import check_run, launch, start_script, worker_arguments
+    from bapipe.torch.launch.node_commands import node_commands, ranks_by_node, slurm_script
 
     if script is None and arguments:
         raise BaPipeError(f"'{arguments[0]}' is no option of a run; give --script to start your own script")

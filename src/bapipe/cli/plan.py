@@ -12,13 +12,13 @@ from click.core import ParameterSource
 
 from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
-from bapipe.cluster import Cluster
+from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, InfeasibleError
-from bapipe.evaluate import OPTIMIZER_COPIES, plan_timeline
-from bapipe.explore import STRATEGIES, Exploration, Request, explore, make_plan
-from bapipe.plan import Plan, write_plan
-from bapipe.plan_inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
-from bapipe.profile import Profile
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
+from bapipe.planner.evaluate import OPTIMIZER_COPIES, plan_timeline
+from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
+from bapipe.records.plan import Plan, write_plan
 from bapipe.units import format_bytes, format_seconds
 
 __all__ = ["plan_command"]
@@ -125,8 +125,8 @@ def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[st
 def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from bapipe.report.plan_table import render_plan, render_steps
-    from bapipe.report.text import render_text
+    from bapipe.reporting.terminal.plan_table import render_plan, render_steps
+    from bapipe.reporting.terminal.timeline_text import render_text
 
     console = Console(highlight=False)
     console.print(render_plan(plan))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from bapipe.plan import Plan
+from bapipe.records.plan import Plan
 
 __all__ = ["flat_plan"]
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bapipe.cli.values import Counts, Numbers
+from bapipe.costs.profile import CostTable, read_profile, write_profile
+from bapipe.costs.profile_merge import merge_profiles
 from bapipe.errors import BaPipeError
-from bapipe.files import dump_json, write_text
-from bapipe.profile import CostTable, read_profile, write_profile
-from bapipe.profile_merge import merge_profiles
+from bapipe.io.files import dump_json, write_text
 from bapipe.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from bapipe.torch.measure import Measurement, Profiled
-    from bapipe.torch.measure.load import Load
+    from bapipe.torch.profiler import Measurement, Profiled
+    from bapipe.torch.profiler.background_load import Load
 
 __all__ = [
     "cluster_group",
@@ -101,11 +101,11 @@ def _check_out(path: str | None) -> None:
 
 
 def _profile(model: str, options: dict[str, Any]) -> Profiled:
-    from bapipe.torch.measure import Settings, profile_model
-    from bapipe.torch.measure.load import parse_args
+    from bapipe.torch.profiler import MeasureSettings, profile_model
+    from bapipe.torch.profiler.background_load import parse_args
 
     arguments = parse_args(options["arguments"])
-    settings = Settings(
+    settings = MeasureSettings(
         microbatches=tuple(sorted(set(options["microbatches"]))),
         iterations=options["iterations"],
         fresh=options["fresh"],
@@ -137,7 +137,7 @@ def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> I
     import os
 
     from bapipe.torch import slices
-    from bapipe.torch.measure.load import loaded
+    from bapipe.torch.profiler.background_load import loaded
 
     if not options["device"].startswith("cuda"):
         raise BaPipeError(f"--slice-of cuts a GPU, got --device {options['device']}; add --device cuda")
@@ -218,7 +218,7 @@ def _print_agreement(measured: Measurement) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from bapipe.torch.measure.assemble import agreement, spread
+    from bapipe.torch.profiler.assemble_profile import agreement, spread
 
     table = Table(title="forward and backward of all layers against the whole step", title_justify="left")
     for header in ("micro-batch", "sum of layers", "whole step", "residual", "rounds differ"):
@@ -238,8 +238,8 @@ def _print_agreement(measured: Measurement) -> None:
 
 
 def _links(options: dict[str, Any]) -> None:
-    from bapipe.torch.measure.detect import cluster_text, detect
-    from bapipe.torch.measure.links import measure_links
+    from bapipe.torch.profiler.detect_machine import cluster_text, detect
+    from bapipe.torch.profiler.measure_links import measure_links
 
     _check_out(options["out"])
     device = options["device"].partition(":")[0]
@@ -304,7 +304,7 @@ def detect_command(out: str | None, ranks: int | None, threads: int) -> None:
     Example:
       bapipe cluster detect -o cluster.toml
     """
-    from bapipe.torch.measure.detect import cluster_text, detect
+    from bapipe.torch.profiler.detect_machine import cluster_text, detect
 
     _check_out(out)
     if ranks is not None and ranks < 1:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from bapipe.partition.steps import Step
-    from bapipe.plan import Plan
-    from bapipe.profile import Profile
-    from bapipe.run_record import RunRecord
+    from bapipe.costs.profile import Profile
+    from bapipe.planner.partition.paper.step_record import Step
+    from bapipe.records.plan import Plan
+    from bapipe.records.run_record import RunRecord
 
 __all__ = ["report_command", "write_report"]
 
@@ -53,8 +53,8 @@ def report_command(
       bapipe report plan.json -o report.html
       bapipe report plan.json run.json --profile profile.json --svg pictures --trace both.json
     """
-    from bapipe.plan import read_plan
-    from bapipe.run_record import read_run
+    from bapipe.records.plan import read_plan
+    from bapipe.records.run_record import read_run
 
     plan = read_plan(plan_file)
     record = None if run_file is None else read_run(run_file)
@@ -86,9 +86,9 @@ def write_report(
     trace_file: str | None = None,
 ) -> list[str]:
     """Write the page and what else was asked for; a line for each."""
-    from bapipe.files import write_bytes, write_text
-    from bapipe.report.html import make_subject, pictures, render_report, trace_of
-    from bapipe.report.png import to_png
+    from bapipe.io.files import write_bytes, write_text
+    from bapipe.reporting.drawing.png import to_png
+    from bapipe.reporting.html.document import make_subject, pictures, render_report, trace_of
     from bapipe.units import format_bytes
 
     subject = make_subject(plan, record=record, profile=profile, steps=steps)
@@ -126,9 +126,9 @@ def _profile(plan: Plan, model: str | None) -> Profile | None:
 
     A profile found without being named is used only if it is the plan's own to the last bit.
     """
+    from bapipe.costs.resolve_model import load_profile
     from bapipe.errors import BaPipeError
-    from bapipe.models import load_profile
-    from bapipe.tables import is_builtin
+    from bapipe.models.builtin import is_builtin
 
     wanted = plan.model.name if model is None else model
     if model is None and not is_builtin(wanted):
@@ -153,8 +153,8 @@ def _steps(plan: Plan, profile: Profile | None) -> tuple[Step, ...]:
     from typing import cast
 
     from bapipe.errors import BaPipeError
-    from bapipe.evaluate import Optimizer
-    from bapipe.explore import Request, explore
+    from bapipe.planner import Request, explore
+    from bapipe.planner.evaluate import Optimizer
 
     if profile is None:
         raise BaPipeError("--explain explores again and needs what was planned; give --profile profile.json")

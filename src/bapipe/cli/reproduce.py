@@ -9,7 +9,7 @@ import click
 
 from bapipe.cli.values import plain_number
 from bapipe.errors import BaPipeError, nearest
-from bapipe.files import write_text
+from bapipe.io.files import write_text
 
 __all__ = ["reproduce_command"]
 
@@ -53,7 +53,7 @@ def reproduce_command(
     tables = [TABLES[name]() for name in (_NAMES if table == "all" else (table,))]
     extra = {item.name: () if found is None else measured_cells(item.name, found) for item in tables}
     if markdown is not None:
-        from bapipe.reproduce.render import markdown_page
+        from bapipe.reproduce.render_tables import markdown_page
 
         write_text(markdown, markdown_page(tables))
         click.echo(f"wrote {markdown}")
@@ -80,7 +80,7 @@ def _values(table: Any, extra: Any) -> Any:
 def _print(tables: Any, extra: Any, environment: str | None) -> None:
     from rich.console import Console
 
-    from bapipe.reproduce.render import render_table
+    from bapipe.reproduce.render_tables import render_table
 
     console = Console(highlight=False)
     for table in tables:

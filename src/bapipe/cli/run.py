@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.run_options import RunOptions
+from bapipe.torch.launch.run_options import RunOptions
 
 __all__ = ["read_options", "run_command", "run_options"]
 
@@ -69,7 +69,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def read_options(options: dict[str, Any]) -> RunOptions:
     """What `run_options` gave a command, those about checkpoints put together as `saving`."""
-    from bapipe.torch.saving import Saving
+    from bapipe.torch.checkpoint.checkpoint_options import Saving
 
     names = ("checkpoint", "every", "keep", "asynchronous", "resume")
     rest = {name: value for name, value in options.items() if name not in names}
@@ -106,11 +106,11 @@ def run_command(plan_file: str, restarts: int, elastic: bool, profile: str | Non
       bapipe run plan.json --steps 100 --checkpoint saved --every 10 --resume
       bapipe run plan.json --steps 100 --checkpoint saved --every 10 --elastic --profile profile.json
     """
-    from bapipe.torch.launch import launch
+    from bapipe.torch.launch.launcher import launch
 
     chosen = read_options(options)
     if elastic:
-        from bapipe.torch.elastic import launch_elastic
+        from bapipe.torch.launch.elastic import launch_elastic
 
         if chosen.saving is None or profile is None:
             raise BaPipeError(

@@ -36,10 +36,10 @@ def serve_command(host: str, port: int, folder: Path | None, open_page: bool) ->
     """
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         raise BaPipeError("the page needs two more packages; run: pip install 'bapipe[serve]'")
-    from bapipe.serve.app import Settings
-    from bapipe.serve.folder import list_folder
+    from bapipe.serve.app import ServeSettings
+    from bapipe.serve.own_files import list_folder
     from bapipe.serve.server import run_server
 
     own = None if folder is None else folder.resolve()
     list_folder(own)
-    run_server(Settings(host=host, folder=own), port=port, open_page=open_page, say=click.echo)
+    run_server(ServeSettings(host=host, folder=own), port=port, open_page=open_page, say=click.echo)

@@ -13,15 +13,15 @@ import click
 
 from bapipe.cli.values import Counts, Numbers, plain_number
 from bapipe.errors import BaPipeError
-from bapipe.files import write_text
-from bapipe.lowering import Network
+from bapipe.io.files import write_text
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.check import require_valid
-from bapipe.schedule.files import read_schedule, schedule_text
-from bapipe.schedule.orders import SCHEDULES, full_overlap_caps, make_schedule, with_recompute, with_update
-from bapipe.simulate import Costs, simulate
-from bapipe.summary import Summary, summarise
-from bapipe.timeline import Timeline
+from bapipe.schedule.generators import SCHEDULES, full_overlap_caps, make_schedule, with_recompute, with_update
+from bapipe.schedule.schedule_file import read_schedule, schedule_text
+from bapipe.schedule.validate import require_valid
+from bapipe.simulator.lowering import Network
+from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.summary import Summary, summarise
+from bapipe.simulator.timeline import Timeline
 
 __all__ = ["simulate_command"]
 
@@ -86,11 +86,11 @@ def simulate_command(schedule: str, as_json: bool, **options: Any) -> None:
     title = f"{made.name}, {summary.stages} stages, {summary.microbatches} micro-batches"
     files = {}
     if options["svg_file"]:
-        from bapipe.report.svg import render_svg
+        from bapipe.reporting.drawing.timeline_svg import render_svg
 
         files[options["svg_file"]] = render_svg(timeline, title=title)
     if options["trace_file"]:
-        from bapipe.report.trace import trace_json
+        from bapipe.reporting.trace import trace_json
 
         files[options["trace_file"]] = trace_json({title: timeline})
     if options["out_file"]:
@@ -249,7 +249,7 @@ def _listed(values: Sequence[float]) -> str:
 def _print_one(summary: Summary, timeline: Timeline, title: str) -> None:
     from rich.console import Console
 
-    from bapipe.report.text import render_text
+    from bapipe.reporting.terminal.timeline_text import render_text
 
     console = Console(highlight=False)
     console.print(render_text(timeline, width=console.width, color=console.is_terminal, title=title))

@@ -8,18 +8,18 @@ from typing import Any
 
 import click
 
+from bapipe.analysis.what_if import WhatIf, fpga_answers, gpu_answers, parse_sweep, sweep_cluster
 from bapipe.cli.fpga import read_cnn
 from bapipe.cli.values import plain_number
-from bapipe.cluster import Cluster
-from bapipe.cluster_files import read_cluster
+from bapipe.costs.profile import Profile
+from bapipe.costs.resolve_model import DEFAULT_DTYPE
 from bapipe.errors import BaPipeError
-from bapipe.explore import Request
-from bapipe.files import write_text
 from bapipe.fpga import parse_assumptions
-from bapipe.models import DEFAULT_DTYPE
-from bapipe.plan_inputs import FPGA_DTYPE, goes_on_fpgas, profile_for
-from bapipe.profile import Profile
-from bapipe.what_if import WhatIf, fpga_answers, gpu_answers, parse_sweep, sweep_cluster
+from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.io.files import write_text
+from bapipe.planner import Request
+from bapipe.planner.inputs import FPGA_DTYPE, goes_on_fpgas, profile_for
 
 __all__ = ["what_if_command"]
 
@@ -64,7 +64,7 @@ def what_if_command(model: str, **options: Any) -> None:
     found = sweep_cluster(cluster, sweeps, answer)
     title = f"{model} on {options['cluster']}"
     if options["svg"]:
-        from bapipe.report.what_if_chart import what_if_svg
+        from bapipe.reporting.terminal.what_if_chart import what_if_svg
 
         write_text(options["svg"], what_if_svg(found, title=title))
     if options["as_json"]:
@@ -72,7 +72,7 @@ def what_if_command(model: str, **options: Any) -> None:
         return
     from rich.console import Console
 
-    from bapipe.report.what_if_chart import render_what_if
+    from bapipe.reporting.terminal.what_if_chart import render_what_if
 
     console = Console(highlight=False)
     console.print(render_what_if(found, title=title))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bapipe.fpga.assemble import make_fpga_plan
-from bapipe.fpga.board import Board, boards_of, is_fpga_cluster, make_board
-from bapipe.fpga.data_parallel import DP_VARIANTS, DataParallel, data_parallel
-from bapipe.fpga.network import Network, make_network
+from bapipe.fpga.assemble_fpga_plan import make_fpga_plan
+from bapipe.fpga.assumptions import SOURCES, Parameters, parse_assumptions
+from bapipe.fpga.board import Board, boards_of, make_board
+from bapipe.fpga.cnn import Cnn, make_network
+from bapipe.fpga.explore_fpga import FPGA_STRATEGIES, FpgaExploration, explore_fpga
+from bapipe.fpga.fpga_profile import fpga_profile
 from bapipe.fpga.outcome import Outcome, simulated
-from bapipe.fpga.parameters import SOURCES, Parameters, parse_assumptions
-from bapipe.fpga.planner import FPGA_STRATEGIES, FpgaExploration, explore_fpga
-from bapipe.fpga.profile import fpga_profile
+from bapipe.fpga.replicated_boards import DP_VARIANTS, DataParallel, data_parallel
 from bapipe.fpga.table6 import PAPER_SPEEDUP, Table6Row, table6
 
 __all__ = [
@@ -18,9 +18,9 @@ __all__ = [
     "PAPER_SPEEDUP",
     "SOURCES",
     "Board",
+    "Cnn",
     "DataParallel",
     "FpgaExploration",
-    "Network",
     "Outcome",
     "Parameters",
     "Table6Row",
@@ -28,7 +28,6 @@ __all__ = [
     "data_parallel",
     "explore_fpga",
     "fpga_profile",
-    "is_fpga_cluster",
     "make_board",
     "make_fpga_plan",
     "make_network",

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bapipe.catalog.types import DTYPE_BYTES
-from bapipe.cluster import AcceleratorType, Cluster
 from bapipe.errors import BaPipeError
+from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
+from bapipe.hardware.cluster import AcceleratorType, Cluster
 
-__all__ = ["TRANSCEIVER_RATES", "Board", "boards_of", "is_fpga_cluster", "make_board", "require_transceivers"]
+__all__ = ["TRANSCEIVER_RATES", "Board", "boards_of", "make_board", "require_transceivers"]
 
 TRANSCEIVER_RATES = {"gty": 32.75e9 / 8, "gtm": 58e9 / 8}
 """bytes/s per direction of one transceiver (Xilinx DS890)"""
@@ -44,11 +44,6 @@ class Board:
     def rate(self) -> float:
         """Multiply-adds per second of all DSPs together."""
         return self.dsp * self.macs_per_dsp * self.cycles_per_second
-
-
-def is_fpga_cluster(cluster: Cluster) -> bool:
-    """Whether every accelerator is an FPGA, so that this package plans it."""
-    return all(cluster.type_of(index).kind == "fpga" for index in range(len(cluster)))
 
 
 def make_board(kind: AcceleratorType, *, dtype: str) -> Board:

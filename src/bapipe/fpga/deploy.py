@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from bapipe.cluster import Cluster
-from bapipe.deployment import BoardDeployment, Deployment, Fifo, LinkUse, Module, Placed
+from bapipe.fpga.assumptions import SOURCES, Parameters
 from bapipe.fpga.outcome import Outcome
-from bapipe.fpga.parameters import SOURCES, Parameters
 from bapipe.fpga.placement import ddr_bytes
-from bapipe.fpga.stage import Held, StageLoad, held_layers
+from bapipe.fpga.stage_sizing import Held, StageLoad, held_layers
 from bapipe.fpga.tiling import tile_at
+from bapipe.hardware.cluster import Cluster
+from bapipe.records.fpga_deployment import BoardDeployment, Deployment, Fifo, LinkUse, Module, Placed
 
 __all__ = ["assumptions", "deploy"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.fpga.cut_places import Units
 from bapipe.fpga.tiling import front
-from bapipe.fpga.units import Units
 
 __all__ = ["GRID_STEP", "DspTable", "make_dsp_table"]
 

@@ -6,16 +6,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bapipe.cluster import Cluster
-from bapipe.evaluate import network_of
+from bapipe.fpga.exact_cuts import Run
 from bapipe.fpga.parking import Parked, park
-from bapipe.fpga.rules import Rule
-from bapipe.fpga.search import Run
-from bapipe.fpga.stage import StageLoad, load_stage
+from bapipe.fpga.schedule_rules import Rule
+from bapipe.fpga.stage_sizing import StageLoad, load_stage
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner.evaluate import network_of
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.orders import with_update
-from bapipe.simulate import Costs, simulate
-from bapipe.timeline import Timeline
+from bapipe.schedule.generators import with_update
+from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.timeline import Timeline
 
 __all__ = ["Crossing", "Outcome", "costs_of", "dimension", "simulated"]
 

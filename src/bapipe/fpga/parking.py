@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.fpga.placement import ddr_seconds, update_seconds
-from bapipe.fpga.stage import StageLoad
+from bapipe.fpga.stage_sizing import StageLoad
 
 if TYPE_CHECKING:
-    from bapipe.fpga.search import Run
+    from bapipe.fpga.exact_cuts import Run
 
 __all__ = ["Parked", "park"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from bapipe.fpga.assumptions import Parameters
 from bapipe.fpga.board import Board
-from bapipe.fpga.parameters import Parameters
 
 __all__ = ["Demand", "Spill", "ddr_bytes", "ddr_seconds", "spill", "update_seconds"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bapipe.cluster import Cluster
-from bapipe.cluster_files import read_cluster
-from bapipe.explore.request import Request
-from bapipe.fpga.parameters import Parameters
-from bapipe.fpga.planner import explore_fpga
-from bapipe.tables import builtin_model
+from bapipe.fpga.assumptions import Parameters
+from bapipe.fpga.explore_fpga import explore_fpga
+from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.models.builtin import builtin_model
+from bapipe.planner.request import Request
 
 __all__ = ["PAPER_SPEEDUP", "Table6Row", "table6"]
 

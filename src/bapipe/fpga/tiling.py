@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.fpga.network import Geometry
+from bapipe.fpga.cnn import Geometry
 
 __all__ = ["Front", "Tile", "front", "shortest_interval", "tile_at"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bapipe.reproduce.boards import table5, table6
-from bapipe.reproduce.cells import Cell, Claim, Constant, Table, table_values
-from bapipe.reproduce.schedules import table1, table2
-from bapipe.reproduce.sizes import table4
+from bapipe.reproduce.fpga_tables import table5, table6
+from bapipe.reproduce.model_sizes import table4
+from bapipe.reproduce.schedule_tables import table1, table2
 from bapipe.reproduce.speedups import table3
+from bapipe.reproduce.table_cells import Cell, Claim, Constant, Table, table_values
 
 __all__ = ["TABLES", "Cell", "Claim", "Constant", "Table", "table_values"]
 

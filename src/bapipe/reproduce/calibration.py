@@ -12,14 +12,14 @@ import functools
 import importlib.resources
 from dataclasses import replace
 
-from bapipe.chain import Chain, make_chain
-from bapipe.cluster import Cluster, Link
-from bapipe.cluster_files import read_cluster
-from bapipe.evaluate import Hardware
-from bapipe.pipedream_graph import PIPEDREAM_ACCELERATOR, scaled_profile
-from bapipe.profile import Profile, Rows, read_profile
-from bapipe.reproduce.cells import Constant
-from bapipe.reproduce.paper import TABLE3
+from bapipe.costs.pipedream_graph import PIPEDREAM_ACCELERATOR, scaled_profile
+from bapipe.costs.profile import Profile, Rows, read_profile
+from bapipe.costs.segments import Chain, make_chain
+from bapipe.hardware.cluster import Cluster, Link
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.planner.evaluate import Hardware
+from bapipe.reproduce.paper_figures import TABLE3
+from bapipe.reproduce.table_cells import Constant
 
 __all__ = [
     "SEQUENCE",

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bapipe.errors import BaPipeError, FileFormatError
-from bapipe.files import load_json
-from bapipe.reproduce.cells import Cell
-from bapipe.reproduce.paper import TABLE3, TABLE4, PaperRun
+from bapipe.io.files import load_json
+from bapipe.reproduce.paper_figures import TABLE3, TABLE4, PaperRun
+from bapipe.reproduce.table_cells import Cell
 
 __all__ = ["DEFAULT_RESULTS", "Measured", "measured_cells", "read_measured"]
 

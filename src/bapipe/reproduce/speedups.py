@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapipe.chain import Chain
-from bapipe.evaluate import Evaluation, Hardware, evaluate
-from bapipe.explore import Exploration, Request, explore
-from bapipe.explore.data_parallel import at_minibatch, data_parallel_candidate
-from bapipe.explore.pipelines import FAMILIES, build
+from bapipe.costs.segments import Chain
+from bapipe.planner import Exploration, Request, explore
+from bapipe.planner.data_parallel import at_minibatch, data_parallel_candidate
+from bapipe.planner.evaluate import Evaluation, Hardware, evaluate
+from bapipe.planner.pipelines import FAMILIES, build
 from bapipe.reproduce.calibration import (
     SIZES,
     link_rate,
@@ -18,11 +18,11 @@ from bapipe.reproduce.calibration import (
     table3_constants,
     v100_hardware,
 )
-from bapipe.reproduce.cells import Cell, Table
-from bapipe.reproduce.paper import TABLE3, PaperRun, PipelineRun
-from bapipe.reproduce.pipedream import pipedream_run
-from bapipe.schedule.orders import make_schedule
-from bapipe.simulate import Costs, simulate
+from bapipe.reproduce.paper_figures import TABLE3, PaperRun, PipelineRun
+from bapipe.reproduce.pipedream_cells import pipedream_run
+from bapipe.reproduce.table_cells import Cell, Table
+from bapipe.schedule.generators import make_schedule
+from bapipe.simulator.simulate import Costs, simulate
 
 __all__ = ["bubble_ratio", "table3"]
 

@@ -1,0 +1,1 @@
+"""Schedules: ordered actions per rank, their generators, files and validation."""

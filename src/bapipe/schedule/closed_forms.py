@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.schedule.actions import Schedule
-from bapipe.simulate import Costs
+from bapipe.simulator.simulate import Costs
 
 __all__ = ["ClosedForm", "closed_form", "paper_table_row", "unified_time"]
 

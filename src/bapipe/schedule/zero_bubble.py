@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Kind, Schedule
-from bapipe.schedule.lanes import require_sizes, straight_schedule
+from bapipe.schedule.lane_builders import require_sizes, straight_schedule
 
 __all__ = ["zb_h1", "zb_h2", "zero_bubble"]
 

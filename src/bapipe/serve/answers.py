@@ -7,10 +7,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapipe.files import content_hash
-from bapipe.serve.folder import files_of, list_folder
+from bapipe.io.files import content_hash
+from bapipe.serve.own_files import files_of, list_folder
+from bapipe.serve.process_pool import Workers
 from bapipe.serve.question import Question, query_values
-from bapipe.serve.workers import Workers
 
 __all__ = ["CACHE_BYTES", "Answer", "Answers"]
 

@@ -18,23 +18,23 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from bapipe.catalog import catalog_aliases, load_catalog
-from bapipe.catalog.types import DTYPE_BYTES
 from bapipe.errors import BaPipeError
-from bapipe.evaluate import OPTIMIZER_COPIES
-from bapipe.explore import STRATEGIES
-from bapipe.explore.request import SCHEDULE_NAMES
-from bapipe.report.html import fill_template, page_script, page_style
-from bapipe.report.kinds import LOOKS
-from bapipe.report.patterns import patterns
+from bapipe.hardware.catalog import catalog_aliases, load_catalog
+from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
+from bapipe.models.builtin import BUILTIN_NAMES
+from bapipe.planner import STRATEGIES
+from bapipe.planner.evaluate import OPTIMIZER_COPIES
+from bapipe.planner.request import SCHEDULE_NAMES
+from bapipe.reporting.drawing.action_styles import LOOKS
+from bapipe.reporting.drawing.patterns import patterns
+from bapipe.reporting.html.document import fill_template, page_script, page_style
 from bapipe.serve.answers import Answer, Answers
-from bapipe.serve.folder import list_folder
 from bapipe.serve.guard import Guard
+from bapipe.serve.own_files import list_folder
+from bapipe.serve.process_pool import BusyError, SlowError, Workers
 from bapipe.serve.question import LARGEST_MINIBATCH, MOST_ACCELERATORS, Question, parse_question
-from bapipe.serve.workers import BusyError, SlowError, Workers
-from bapipe.tables import BUILTIN_NAMES
 
-__all__ = ["DOWNLOADS", "Settings", "make_app"]
+__all__ = ["DOWNLOADS", "ServeSettings", "make_app"]
 
 DOWNLOADS = {
     "plan.json": "application/json",
@@ -46,7 +46,7 @@ _SCRIPT, _STYLE = "text/javascript", "text/css"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ServeSettings:
     """How to serve."""
 
     host: str = "127.0.0.1"
@@ -62,7 +62,7 @@ class Settings:
     """bytes of address space of a process"""
 
 
-def make_app(settings: Settings) -> Starlette:
+def make_app(settings: ServeSettings) -> Starlette:
     """The application; its planning processes live as long as its lifespan."""
 
     @contextlib.asynccontextmanager
@@ -133,7 +133,7 @@ async def _asset(request: Request) -> Response:
 
 async def _choices(request: Request) -> Response:
     """What can be chosen; read anew, since the folder may have changed."""
-    settings: Settings = request.app.state.settings
+    settings: ServeSettings = request.app.state.settings
     try:
         listed = list_folder(settings.folder)
     except BaPipeError as error:

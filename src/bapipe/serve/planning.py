@@ -7,27 +7,27 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bapipe.cluster import Cluster
-from bapipe.cluster_writer import cluster_toml
+from bapipe.costs.profile import Profile
+from bapipe.costs.resolve_model import DEFAULT_DTYPE
 from bapipe.errors import BaPipeError
-from bapipe.explore import Exploration, explore, make_plan
-from bapipe.files import content_hash, dump_json
 from bapipe.fpga import explore_fpga, make_fpga_plan
-from bapipe.models import DEFAULT_DTYPE
-from bapipe.partition.steps import Step
-from bapipe.plan import Plan
-from bapipe.plan_inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, layers_for_fpgas, profile_for
-from bapipe.profile import Profile
-from bapipe.report.elements import counted
-from bapipe.report.html import make_subject, render_report, timelines_of
-from bapipe.report.page_data import page_data
-from bapipe.report.plan_table import answer as answer_words
-from bapipe.report.plan_table import stage_layers
-from bapipe.report.sections import Subject, sections_html
+from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster_toml import cluster_toml
+from bapipe.io.files import content_hash, dump_json
+from bapipe.planner import Exploration, explore, make_plan
+from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, layers_for_fpgas, profile_for
+from bapipe.planner.partition.paper.step_record import Step
+from bapipe.records.plan import Plan
+from bapipe.reporting.html.document import make_subject, render_report, timelines_of
+from bapipe.reporting.html.elements import counted
+from bapipe.reporting.html.page_data import page_data
+from bapipe.reporting.html.sections import Subject, sections_html
+from bapipe.reporting.terminal.plan_table import answer as answer_words
+from bapipe.reporting.terminal.plan_table import stage_layers
 from bapipe.serve.question import MOST_ACCELERATORS, Question, command_line, query_values
 from bapipe.units import format_bytes, format_seconds, format_throughput
 
-__all__ = ["MOST_ACTIONS", "Found", "answer_parts", "draft_question", "plan_question"]
+__all__ = ["MOST_ACTIONS", "PlannedAnswer", "answer_parts", "draft_question", "plan_question"]
 
 MOST_ACTIONS = 200_000
 """actions from which on a timeline is not sent to a page"""
@@ -36,7 +36,7 @@ _NAMES = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PlannedAnswer:
     """A plan, and what it was made from."""
 
     plan: Plan
@@ -45,18 +45,18 @@ class Found:
     steps: tuple[Step, ...] = ()
 
 
-def plan_question(question: Question) -> Found:
+def plan_question(question: Question) -> PlannedAnswer:
     """Plan it. The files that it names are read from the current folder."""
     cluster = _cluster(question)
     if goes_on_fpgas(question.model, cluster):
         dtype = question.dtype or FPGA_DTYPE
         found = explore_fpga(layers_for_fpgas(question.model), cluster, question.request, dtype=dtype)
-        return Found(plan=make_fpga_plan(found), steps=found.steps)
+        return PlannedAnswer(plan=make_fpga_plan(found), steps=found.steps)
     best = explore(_profile(question, cluster), cluster, question.request)
-    return Found(plan=make_plan(best), profile=best.profile, steps=best.steps)
+    return PlannedAnswer(plan=make_plan(best), profile=best.profile, steps=best.steps)
 
 
-def draft_question(question: Question) -> Found | None:
+def draft_question(question: Question) -> PlannedAnswer | None:
     """A plan found fast: data parallelism, or 1f1b with micro-batches of the same size, or of the first small one.
 
     It fits, but others may be better. None where the whole search is as narrow, or nothing so simple fits.
@@ -78,7 +78,7 @@ def draft_question(question: Question) -> Found | None:
     if not found:
         return None
     best = max(found, key=lambda each: each.best.throughput)
-    return Found(plan=make_plan(best), profile=best.profile, steps=best.steps)
+    return PlannedAnswer(plan=make_plan(best), profile=best.profile, steps=best.steps)
 
 
 def _cluster(question: Question) -> Cluster:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from bapipe.catalog.types import DTYPE_BYTES
 from bapipe.errors import BaPipeError, nearest
-from bapipe.explore import Request
-from bapipe.files import content_hash
+from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
+from bapipe.io.files import content_hash
+from bapipe.planner import Request
 from bapipe.units import parse_bandwidth, parse_bytes
 
 __all__ = [

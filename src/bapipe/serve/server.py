@@ -11,7 +11,7 @@ from collections.abc import Callable
 import uvicorn
 
 from bapipe.errors import BaPipeError
-from bapipe.serve.app import Settings, make_app
+from bapipe.serve.app import ServeSettings, make_app
 
 __all__ = ["bind", "run_server"]
 
@@ -37,7 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-def run_server(settings: Settings, *, port: int, open_page: bool, say: Callable[[str], None]) -> None:
+def run_server(settings: ServeSettings, *, port: int, open_page: bool, say: Callable[[str], None]) -> None:
     """Serve until Ctrl+C. `say` is told the page's address, and a warning where others can reach it."""
     listening = bind(settings.host, port)
     with contextlib.closing(listening):

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bapipe.torch.capturing import capture
-    from bapipe.torch.checkpoint import Checkpoints
-    from bapipe.torch.pipedream import PipeDream
-    from bapipe.torch.pipeline import Pipeline
+    from bapipe.torch.checkpoint.checkpoints import Checkpoints
+    from bapipe.torch.pipedream.stashing_pipeline import PipeDream
+    from bapipe.torch.runtime.pipeline import Pipeline
 
 __all__ = ["Checkpoints", "PipeDream", "Pipeline", "capture"]
 
 _MODULES = {
-    "Checkpoints": "checkpoint",
-    "PipeDream": "pipedream",
-    "Pipeline": "pipeline",
+    "Checkpoints": "checkpoint.checkpoints",
+    "PipeDream": "pipedream.stashing_pipeline",
+    "Pipeline": "runtime.pipeline",
     "capture": "capturing",
 }
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from bapipe.torch.capturing.opaque import OPAQUE_OP
-from bapipe.torch.capturing.private import op_name, operator_use
+from bapipe.torch.capturing.leaf_modules import OPAQUE_OP
+from bapipe.torch.capturing.torch_internals import op_name, operator_use
 
 __all__ = ["Storages", "draws_random", "input_nodes", "region_of", "storages"]
 

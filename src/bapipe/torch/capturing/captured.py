@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.files import content_hash
-from bapipe.model import Model
-from bapipe.torch.capturing.cuts import Value, crossing, value_of
+from bapipe.io.files import content_hash
+from bapipe.models.layers import Model
+from bapipe.torch.capturing.crossing_values import Value, crossing, value_of
 from bapipe.torch.capturing.describe import CapturedLayer, describe_layers, to_layer
 from bapipe.torch.capturing.export import Examples, examples_of, export_module
-from bapipe.torch.capturing.layers import Group, group_layers
+from bapipe.torch.capturing.layer_division import required_rule
+from bapipe.torch.capturing.layer_groups import Group, group_layers
 from bapipe.torch.capturing.linearise import Program, linearise
+from bapipe.torch.capturing.module_state import on_meta
 from bapipe.torch.capturing.part_graph import partial_values
-from bapipe.torch.capturing.parts import required_rule
-from bapipe.torch.capturing.private import flatten, unflatten
 from bapipe.torch.capturing.self_check import self_check
-from bapipe.torch.capturing.stages import Stage, build_stage
-from bapipe.torch.capturing.state import on_meta
-from bapipe.torch.capturing.watch import Finding
+from bapipe.torch.capturing.stage_module import Stage, build_stage
+from bapipe.torch.capturing.torch_internals import flatten, unflatten
+from bapipe.torch.capturing.trace_hazards import Finding
 
 __all__ = ["Captured", "capture"]
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from bapipe.model import Layer, Split
+from bapipe.models.layers import Layer, Split
 from bapipe.torch.capturing.aliases import input_nodes
-from bapipe.torch.capturing.cuts import Value, crossing, value_of
+from bapipe.torch.capturing.crossing_values import Value, crossing, value_of
 from bapipe.torch.capturing.flops import elements_written
-from bapipe.torch.capturing.layers import Group
+from bapipe.torch.capturing.layer_division import find_rule
+from bapipe.torch.capturing.layer_groups import Group
 from bapipe.torch.capturing.linearise import Program
-from bapipe.torch.capturing.parts import find_rule
-from bapipe.torch.capturing.private import op_name
+from bapipe.torch.capturing.torch_internals import op_name
 
 __all__ = ["CapturedLayer", "describe_layers", "to_layer"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capturing.opaque import (
+from bapipe.torch.capturing.leaf_modules import (
     OPAQUE_OP,
     OpaqueCall,
     Recorded,
@@ -25,7 +25,8 @@ from bapipe.torch.capturing.opaque import (
     leaves_traced_whole,
     record_outputs,
 )
-from bapipe.torch.capturing.private import (
+from bapipe.torch.capturing.module_state import generators, hollowed, on_meta, preserved
+from bapipe.torch.capturing.torch_internals import (
     flatten,
     is_symbolic,
     lstms_traced_whole,
@@ -34,8 +35,7 @@ from bapipe.torch.capturing.private import (
     register_dataclasses,
     unflatten,
 )
-from bapipe.torch.capturing.state import generators, hollowed, on_meta, preserved
-from bapipe.torch.capturing.watch import (
+from bapipe.torch.capturing.trace_hazards import (
     Finding,
     Hazard,
     LayerdropOff,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from bapipe.torch.capturing.private import op_name
+from bapipe.torch.capturing.torch_internals import op_name
 
 __all__ = ["FREE", "Sizes", "elements_written", "product_flops"]
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.torch.capturing.aliases import Storages, input_nodes
-from bapipe.torch.capturing.opaque import OpaqueCall
-from bapipe.torch.capturing.private import op_name
+from bapipe.torch.capturing.leaf_modules import OpaqueCall
+from bapipe.torch.capturing.torch_internals import op_name
 
 __all__ = ["nodes_with_gradient"]
 

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.torch.capturing.aliases import Storages, draws_random, input_nodes, region_of, storages
-from bapipe.torch.capturing.clean import clean, correct_states
 from bapipe.torch.capturing.export import Exported
 from bapipe.torch.capturing.flops import Sizes, elements_written, product_flops
 from bapipe.torch.capturing.gradients import nodes_with_gradient
-from bapipe.torch.capturing.opaque import OPAQUE_OP, OpaqueCall
-from bapipe.torch.capturing.private import call_structure, op_name, placeholders, size_at
+from bapipe.torch.capturing.graph_cleanup import clean, correct_states
+from bapipe.torch.capturing.leaf_modules import OPAQUE_OP, OpaqueCall
+from bapipe.torch.capturing.torch_internals import call_structure, op_name, placeholders, size_at
 
 __all__ = [
     "RECOMPUTE_ALWAYS",

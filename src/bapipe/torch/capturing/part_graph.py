@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from bapipe.torch.capturing.cuts import Value, dims_of, memory_order
-from bapipe.torch.capturing.evaluation import evaluating
+from bapipe.torch.capturing.crossing_values import Value, dims_of, memory_order
+from bapipe.torch.capturing.eval_mode import evaluating
+from bapipe.torch.capturing.layer_division import PartRule, StepRule
 from bapipe.torch.capturing.linearise import Program
 from bapipe.torch.capturing.part_ops import (
     join_loss,
@@ -21,9 +22,8 @@ from bapipe.torch.capturing.part_ops import (
     part_dropout,
     part_statistics,
 )
-from bapipe.torch.capturing.parts import PartRule, StepRule
-from bapipe.torch.capturing.private import op_name
 from bapipe.torch.capturing.stage_graph import StageGraph, copy_step, load, seed_step
+from bapipe.torch.capturing.torch_internals import op_name
 
 __all__ = ["copy_part", "partial_values"]
 

@@ -8,7 +8,7 @@ import torch
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing.export import Examples, first_line
-from bapipe.torch.capturing.run import Result, largest_difference, run_eager, run_stages
+from bapipe.torch.capturing.isolated_run import Result, largest_difference, run_eager, run_stages
 
 if TYPE_CHECKING:
     from bapipe.torch.capturing.captured import Captured

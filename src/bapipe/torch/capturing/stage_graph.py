@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing.aliases import input_nodes
-from bapipe.torch.capturing.devices import on_device
-from bapipe.torch.capturing.evaluation import evaluating
+from bapipe.torch.capturing.device_moves import on_device
+from bapipe.torch.capturing.eval_mode import evaluating
+from bapipe.torch.capturing.leaf_modules import OpaqueCall
 from bapipe.torch.capturing.linearise import Program
-from bapipe.torch.capturing.opaque import OpaqueCall
-from bapipe.torch.capturing.private import is_symbolic, op_name, size_at
-from bapipe.torch.capturing.rng import seed_node, seed_whole
+from bapipe.torch.capturing.seeded_rng import seed_node, seed_whole
+from bapipe.torch.capturing.torch_internals import is_symbolic, op_name, size_at
 
 __all__ = ["StageGraph", "copy_step", "load", "roots_of", "seed_step"]
 

@@ -1,0 +1,1 @@
+"""Plans beside runs: predicted against measured, recalibration, and what-if questions."""

@@ -1,0 +1,130 @@
+"""What the transfers of a run say of the cluster's links.
+
+A transfer tells how long its link takes only where the receiver stood waiting for it when the sender handed it
+over: a busy receiver takes note of it late. A rank that has not acted yet may still be on its way into the step,
+so its first input tells nothing either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bapipe.errors import BaPipeError
+from bapipe.hardware.cluster import Cluster, Link
+from bapipe.records.plan import Plan
+from bapipe.schedule.actions import Kind
+from bapipe.simulator.timeline import Timeline
+
+__all__ = ["FEWEST_TRANSFERS", "LinkEstimate", "correct_links", "estimate_links"]
+
+FEWEST_TRANSFERS = 3
+"""of fewer, one odd transfer would be the median: nothing is corrected by them"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEstimate:
+    """One entry of the cluster's links, and what the transfers over it that were waited for took."""
+
+    link: str
+    """`within` nodes, `between` nodes, or the pair, as `a/0 - a/1`"""
+    transfers: int
+    """that were waited for"""
+    bytes: float
+    """of such a transfer, median"""
+    predicted: float
+    """seconds of such a transfer by the plan's cluster, median"""
+    measured: float
+    """seconds from handing over to arrival, median"""
+    ratio: float
+    """measured / predicted, median over the transfers"""
+    corrected: Link | None
+    """with bandwidth / ratio and latency · ratio, so that it takes as long as was measured; None: not to be told,
+    because there are too few transfers, or because the links of a node share a bus"""
+
+
+def estimate_links(plan: Plan, measured: Timeline) -> tuple[LinkEstimate, ...]:
+    """An estimate for each of the cluster's links over which something was waited for.
+
+    Messages of one size cannot tell latency from bandwidth, so both are scaled by one ratio: right for messages
+    near those of the run. Empty where a transfer starts with the compute that makes it (cut-through).
+    """
+    if plan.schedule.sending != "after-compute" or not len(measured.transfers):
+        return ()
+    cluster = plan.cluster
+    names = [accelerator.name for accelerator in cluster.accelerators]
+    index = [names.index(name) for name in plan.ranks]
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    links: dict[str, Link | None] = {}
+    for source, to_rank, seconds in _waited_for(measured):
+        ends = index[int(measured.ranks[source])], index[to_rank]
+        stage = plan.stages[int(measured.stages[source])]
+        forward = measured.kinds[source] == Kind.F
+        size = stage.send_forward_bytes if forward else stage.send_backward_bytes
+        key, link, bandwidth = _entry(cluster, *ends)
+        predicted = size / bandwidth + link.latency
+        if predicted > 0 and seconds > 0:
+            found.setdefault(key, []).append((size, predicted, seconds))
+            links[key] = link if bandwidth == link.bandwidth else None
+    return tuple(_estimate(key, np.array(rows), links[key]) for key, rows in found.items())
+
+
+def _waited_for(timeline: Timeline) -> list[tuple[int, int, float]]:
+    """Action, receiving rank and seconds of the transfers whose receiver had ended an action and waited."""
+    transfers, consumers, free = timeline.transfers, timeline.consumers(), timeline.previous_end()
+    return [
+        (int(source), int(to_rank), float(arrival - start))
+        for source, to_rank, start, arrival, consumer in zip(
+            transfers.source, transfers.to_rank, transfers.start, transfers.arrival, consumers, strict=True
+        )
+        if consumer >= 0 and 0 < free[consumer] <= start
+    ]
+
+
+def _entry(cluster: Cluster, first: int, second: int) -> tuple[str, Link, float]:
+    """Which of the cluster's links joins two accelerators, and the bytes/s that one transfer gets."""
+    link = cluster.link(first, second)
+    one, other = (cluster.accelerators[end] for end in (first, second))
+    key = next((f"{a.name} - {b.name}" for a, b in ((one, other), (other, one))
+                if f"{a.name} - {b.name}" in cluster.pairs), None)  # fmt: skip
+    same_node = one.node == other.node
+    bandwidth = link.bandwidth
+    if same_node and cluster.bus_bandwidth is not None:
+        bandwidth = min(bandwidth, cluster.bus_bandwidth)
+    return key or ("within" if same_node or cluster.between is None else "between"), link, bandwidth
+
+
+def _estimate(key: str, rows: np.ndarray, link: Link | None) -> LinkEstimate:
+    size, predicted, measured = (float(value) for value in np.median(rows, axis=0))
+    ratio = float(np.median(rows[:, 2] / rows[:, 1]))
+    corrected = None
+    if link is not None and len(rows) >= FEWEST_TRANSFERS:
+        corrected = replace(link, bandwidth=link.bandwidth / ratio, latency=link.latency * ratio)
+    return LinkEstimate(
+        link=key,
+        transfers=len(rows),
+        bytes=size,
+        predicted=predicted,
+        measured=measured,
+        ratio=ratio,
+        corrected=corrected,
+    )
+
+
+def correct_links(cluster: Cluster, estimates: Sequence[LinkEstimate]) -> Cluster:
+    """The cluster with the corrected links; those that the run did not use stay as they were."""
+    links = {estimate.link: estimate.corrected for estimate in estimates if estimate.corrected is not None}
+    if not links:
+        seen = max((estimate.transfers for estimate in estimates), default=0)
+        raise BaPipeError(
+            f"a link's correction needs {FEWEST_TRANSFERS} transfers over it that were waited for (and no bus), "
+            f"the run has {seen}; run more micro-batches, or measure the links with bapipe profile --links"
+        )
+    return replace(
+        cluster,
+        within=links.get("within", cluster.within),
+        between=links.get("between", cluster.between),
+        pairs={key: links.get(key, link) for key, link in cluster.pairs.items()},
+    )

@@ -1,0 +1,367 @@
+"""A profile corrected by what a run measured, to plan again with.
+
+The run times stages, the profile layers: each layer of a stage is scaled by the ratio of the stage's measured to
+its predicted time, on the accelerator type that ran it and at every micro-batch size. The corrected profile then
+predicts for the partition that ran the stage times that were measured; for other partitions it is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapipe.analysis.predicted_measured import Comparison, compare, full_microbatches, mean_work
+from bapipe.costs.profile import CostTable, Profile
+from bapipe.costs.segments import holds_all_weights
+from bapipe.errors import BaPipeError
+from bapipe.hardware.cluster import Cluster
+from bapipe.io.files import content_hash
+from bapipe.planner.evaluate import shared_sums
+from bapipe.records.plan import Plan, PlanStage
+from bapipe.records.run_record import RunRecord
+from bapipe.schedule.actions import Kind
+from bapipe.simulator.timeline import Timeline
+
+__all__ = ["Correction", "Recalibration", "predict_again", "recalibrate"]
+
+Floats = NDArray[np.float64]
+Rows = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """measured / predicted of one stage on one accelerator type: what its layers' times are multiplied by."""
+
+    accelerator: str
+    """type"""
+    stage: int
+    forward: float
+    """of F, and of R where the stage recomputes: the profile has one figure for both"""
+    backward: float
+    """of B, or of I and W together"""
+    input_gradient: float
+    """of I; as `backward` where the run has no I and W"""
+    weight_gradient: float
+    """of W; as `backward` where the run has no I and W"""
+    update: float | None
+    """of U, all stages of the rank together; None: the run recorded none, or the profile has 0"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalibration:
+    """A corrected profile and how it differs from the one that was planned with."""
+
+    profile: Profile
+    corrections: tuple[Correction, ...]
+    notes: tuple[str, ...]
+    """what could not be corrected, and why"""
+
+
+def recalibrate(plan: Plan, record: RunRecord, profile: Profile) -> Recalibration:
+    """Scale the profile's layer times so that the plan's stages take what the run measured (means).
+
+    Layers that a type has not run get its overall ratio; types that have not run stay as they were; bytes stay. A
+    layer split between stages gets the mean of their ratios by its parts, so such stages are met only nearly.
+    """
+    if profile.hash != plan.profile_hash:
+        raise BaPipeError(
+            f"the plan was made from profile {plan.profile_hash}, this one is {profile.hash}; "
+            "give the profile that was planned with"
+        )
+    if not plan.schedule.flushes:
+        raise BaPipeError(
+            f"a run of {plan.schedule.name} times backward and update together, a profile has them apart; "
+            "recalibrate by a run of another schedule"
+        )
+    measured = _Measured(plan, compare(plan, record), profile)
+    corrections: list[Correction] = []
+    notes: list[str] = []
+    tables = dict(profile.accelerators)
+    for accelerator in dict.fromkeys(kind for kinds in measured.types for kind in kinds):
+        own = [measured.correction(stage, accelerator, notes) for stage in measured.stages_of(accelerator)]
+        corrections += own
+        fallback = measured.overall(accelerator)
+        tables[accelerator] = _scaled(plan, profile, own, fallback, told=_told(plan, record, own, fallback))
+    idle = [name for name in profile.accelerators if name not in {row.accelerator for row in corrections}]
+    if idle:
+        notes.append(f"not corrected, because the run has none of that type: {', '.join(idle)}")
+    if all(row.update is None for row in corrections):
+        notes.append("updates are not corrected: the run or the profile has no times of them")
+    return Recalibration(
+        profile=replace(profile, accelerators=tables),
+        corrections=tuple(sorted(corrections, key=lambda row: (row.stage, row.accelerator))),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) -> Plan:
+    """The same partition and order with the stages' times by another profile, and another cluster's links.
+
+    `bapipe.planner.evaluate.plan_timeline` then predicts its mini-batch. The time and rivals that stand in the plan are
+    those of the old profile, and so is the all-reduce.
+    """
+    types = _types(plan)
+    stages = []
+    names = [accelerator.name for accelerator in plan.cluster.accelerators]
+    summing = shared_sums(
+        profile,
+        cluster or plan.cluster,
+        [{part.layer for part in stage.fractions} for stage in plan.stages],
+        [tuple(names.index(name) for name in stage.accelerators) for stage in plan.stages],
+    )
+    for stage, kinds, sums in zip(plan.stages, types, summing, strict=True):
+        costs = [_stage_costs(profile, stage, kind, plan.microbatch_size) for kind in kinds]
+        backward = max(cost.backward for cost in costs)
+        stages.append(
+            replace(
+                stage,
+                forward=max(cost.forward for cost in costs),
+                backward=backward,
+                weight_gradient=min(backward, max(cost.weight_gradient for cost in costs)),
+                parting=max(cost.parting for cost in costs),
+                update=sums + max(cost.update for cost in costs),
+            )
+        )
+    return replace(plan, stages=tuple(stages), profile_hash=profile.hash, cluster=cluster or plan.cluster)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageCosts:
+    """Seconds of a stage on one accelerator type, by the profile."""
+
+    forward: float
+    backward: float
+    weight_gradient: float
+    parting: float
+    """beyond the backward, where that is in two parts"""
+    update: float
+
+
+def _shares(stage: PlanStage, layers: int) -> Floats:
+    """Which part of each of the model's layers the stage has."""
+    shares = np.zeros(layers)
+    shares[stage.first_layer : stage.last_layer + 1] = 1.0
+    for part in stage.fractions:
+        shares[part.layer] = (part.stop - part.start) / part.of
+    return shares
+
+
+def _ends(stage: PlanStage, layers: int) -> Floats:
+    """How often the stage begins or ends inside each layer."""
+    ends = np.zeros(layers)
+    for part in stage.fractions:
+        ends[part.layer] = (part.start > 0) + (part.stop < part.of)
+    return ends
+
+
+def _stage_costs(profile: Profile, stage: PlanStage, accelerator: str, microbatch: int) -> _StageCosts:
+    """As `bapipe.planner.evaluate` has them, what parts of layers cost beyond their share (`part_costs`) included."""
+    shares, costs = _shares(stage, len(profile.layers)), profile.at(accelerator, microbatch)
+    ends = _ends(stage, len(profile.layers))
+    whole = np.array([holds_all_weights(layer) for layer in profile.layers]) & (ends > 0)
+    going_on = {part.layer for part in stage.fractions if part.start > 0 and whole[part.layer]}
+    apart = np.array([0.0 if layer in going_on else share for layer, share in enumerate(shares)])
+    backward = float(shares @ costs.backward + ends @ costs.part_backward)
+    first = stage.first_layer == 0 and not any(part.layer == 0 and part.start > 0 for part in stage.fractions)
+    return _StageCosts(
+        forward=float(shares @ costs.forward + ends @ costs.part_forward),
+        backward=backward,
+        weight_gradient=backward if first else float(apart @ costs.weight_gradient),
+        parting=0.0 if first else float(shares @ costs.parting),
+        update=float(np.where(whole, 1.0, shares) @ costs.update),
+    )
+
+
+def _types(plan: Plan) -> list[tuple[str, ...]]:
+    """The accelerator types of each stage."""
+    kind_of = {accelerator.name: accelerator.type for accelerator in plan.cluster.accelerators}
+    return [tuple(dict.fromkeys(kind_of[name] for name in stage.accelerators)) for stage in plan.stages]
+
+
+class _Measured:
+    """What a run measured of each stage on each accelerator type, beside the profile's figures."""
+
+    def __init__(self, plan: Plan, comparison: Comparison, profile: Profile) -> None:
+        self._plan, self._profile = plan, profile
+        self._timeline: Timeline = comparison.measured
+        self._split = bool((self._timeline.kinds == Kind.W).any())
+        self.types = _types(plan)
+        self._ranks: dict[tuple[int, str], list[int]] = {}
+        """stage and type -> the ranks of that type that ran it"""
+        kind_of = {accelerator.name: accelerator.type for accelerator in plan.cluster.accelerators}
+        kinds = [kind_of[name] for name in plan.ranks]
+        for row in comparison.stages:
+            self._ranks.setdefault((row.stage, kinds[row.rank]), []).append(row.rank)
+
+    def stages_of(self, accelerator: str) -> list[int]:
+        return [stage for stage, kinds in enumerate(self.types) if accelerator in kinds]
+
+    def costs(self, stage: int, accelerator: str) -> _StageCosts:
+        return _stage_costs(self._profile, self._plan.stages[stage], accelerator, self._plan.microbatch_size)
+
+    def seconds(self, stage: int, accelerator: str, *kinds: Kind) -> float | None:
+        """Mean of the stage's actions of these kinds over its ranks of that type; None: it has none."""
+        ranks = self._ranks[stage, accelerator]
+        for below in (full_microbatches(self._plan), self._plan.microbatches):
+            found = mean_work(self._timeline, stage, ranks, kinds, below=below)
+            if found is not None:
+                return found
+        return None
+
+    def backward(self, stage: int, accelerator: str) -> float | None:
+        parts = [
+            self.seconds(stage, accelerator, kind) for kind in ((Kind.I, Kind.W) if self._split else (Kind.B,))
+        ]
+        known = [part for part in parts if part is not None]
+        return sum(known) if known else None
+
+    def update(self, stage: int, accelerator: str) -> tuple[float, float] | None:
+        """Seconds measured and predicted of the updates of the ranks that hold the stage, all their stages.
+
+        An optimizer takes a rank's stages in one step, so that their parts cannot be told apart.
+        """
+        measured = predicted = 0.0
+        for rank in self._ranks[stage, accelerator]:
+            own = (self._timeline.ranks == rank) & (self._timeline.kinds == Kind.U)
+            measured += float(self._timeline.work[own].sum())
+            for other in set(self._timeline.stages[own].tolist()):
+                predicted += self.costs(other, accelerator).update
+        return (measured, predicted) if measured > 0 and predicted > 0 else None
+
+    def correction(self, stage: int, accelerator: str, notes: list[str]) -> Correction:
+        costs = self.costs(stage, accelerator)
+
+        def ratio(measured: float | None, predicted: float, what: str) -> float:
+            if measured is None:
+                notes.append(f"stage {stage} on {accelerator} ran no {what}; its times stay")
+                return 1.0
+            if not (measured > 0 and predicted > 0):
+                zero = "predicted" if measured > 0 else "measured"
+                notes.append(f"{what} of stage {stage} is {zero} at 0 s on {accelerator}; its times stay")
+                return 1.0
+            return measured / predicted
+
+        more = costs.parting if self._split else 0.0
+        backward = ratio(self.backward(stage, accelerator), costs.backward + more, "backward")
+        parts = (backward, backward)
+        input_costs = costs.backward - costs.weight_gradient
+        if self._split and input_costs > 0 and costs.weight_gradient > 0:
+            parts = (
+                ratio(self.seconds(stage, accelerator, Kind.I), input_costs, "input gradient"),
+                ratio(self.seconds(stage, accelerator, Kind.W), costs.weight_gradient + more, "weight gradient"),
+            )
+        update = self.update(stage, accelerator)
+        return Correction(
+            accelerator=accelerator,
+            stage=stage,
+            forward=ratio(self.seconds(stage, accelerator, Kind.F, Kind.R), costs.forward, "forward"),
+            backward=backward,
+            input_gradient=parts[0],
+            weight_gradient=parts[1],
+            update=None if update is None else update[0] / update[1],
+        )
+
+    def overall(self, accelerator: str) -> Correction:
+        """measured / predicted of all that the type has run, for the layers that it has not."""
+        stages = self.stages_of(accelerator)
+        rows = [self.correction(stage, accelerator, []) for stage in stages]
+        costs = [self.costs(stage, accelerator) for stage in stages]
+
+        def mean(ratios: Sequence[float], weights: Sequence[float]) -> float:
+            total = sum(weights)
+            return sum(r * w for r, w in zip(ratios, weights, strict=True)) / total if total > 0 else 1.0
+
+        updates = [
+            (row.update, cost.update) for row, cost in zip(rows, costs, strict=True) if row.update is not None
+        ]
+        inputs = [max(0.0, cost.backward - cost.weight_gradient) for cost in costs]
+        return Correction(
+            accelerator=accelerator,
+            stage=-1,
+            forward=mean([row.forward for row in rows], [cost.forward for cost in costs]),
+            backward=mean([row.backward for row in rows], [cost.backward for cost in costs]),
+            input_gradient=mean([row.input_gradient for row in rows], inputs),
+            weight_gradient=mean([row.weight_gradient for row in rows], [cost.weight_gradient for cost in costs]),
+            update=mean([ratio for ratio, _ in updates], [cost for _, cost in updates]) if updates else None,
+        )
+
+
+def _scaled(
+    plan: Plan, profile: Profile, corrections: Sequence[Correction], fallback: Correction, *, told: str
+) -> CostTable:
+    """The type's costs, each layer by the ratios of the stages that ran it, weighted by its parts."""
+    table = profile.table(fallback.accelerator)
+    shares = [_shares(plan.stages[row.stage], len(profile.layers)) for row in corrections]
+    rest = 1.0 - np.sum(shares, axis=0)
+
+    def factors(field: str) -> Floats:
+        ratios = [getattr(row, field) for row in (*corrections, fallback)]
+        parts = zip(ratios, (*shares, rest), strict=True)
+        return np.asarray(sum(part * (1.0 if ratio is None else ratio) for ratio, part in parts), dtype=np.float64)
+
+    def scaled(rows: Rows, factor: Floats) -> Rows:
+        return tuple(tuple((np.array(row) * factor).tolist()) for row in rows)
+
+    forward = scaled(table.forward, factors("forward"))
+    update = tuple((np.array(table.update) * factors("update")).tolist())
+    description = f"{table.description} | {told}"
+    if all(row.input_gradient == row.weight_gradient == row.backward for row in corrections):
+        factor = factors("backward")
+        weight = None if table.weight_gradient is None else scaled(table.weight_gradient, factor)
+        backward = scaled(table.backward, factor)
+    else:
+        halves = tuple(tuple(value / 2 for value in row) for row in table.backward)
+        before = table.weight_gradient or halves
+        weight = scaled(before, factors("weight_gradient"))
+        inputs = tuple(
+            tuple(max(0.0, b - w) for b, w in zip(whole, part, strict=True))
+            for whole, part in zip(table.backward, before, strict=True)
+        )
+        inputs = scaled(inputs, factors("input_gradient"))
+        backward = tuple(
+            tuple(i + w for i, w in zip(one, other, strict=True))
+            for one, other in zip(inputs, weight, strict=True)
+        )
+    parts, parting = (table.part_forward, table.part_backward), table.parting
+    return replace(
+        table,
+        description=description,
+        forward=forward,
+        backward=backward,
+        weight_gradient=weight,
+        parting=None if parting is None else scaled(parting, factors("weight_gradient")),
+        update=update,
+        part_forward=None if parts[0] is None else scaled(parts[0], factors("forward")),
+        part_backward=None if parts[1] is None else scaled(parts[1], factors("backward")),
+    )
+
+
+def _told(plan: Plan, record: RunRecord, corrections: Sequence[Correction], fallback: Correction) -> str:
+    """What the profile says of its correction."""
+
+    def span(ratios: Sequence[float]) -> str:
+        low, high = f"{min(ratios):.3f}", f"{max(ratios):.3f}"
+        return f"×{low}" if low == high else f"×{low} to ×{high}"
+
+    updates = [row.update for row in corrections if row.update is not None]
+    parts = [
+        f"forward {span([row.forward for row in corrections])}",
+        f"backward {span([row.backward for row in corrections])}",
+        *([f"update {span(updates)}"] if updates else []),
+    ]
+    missing = _missing(plan, corrections)
+    guess = f"; layers that it has not run: forward ×{fallback.forward:.3f}, backward ×{fallback.backward:.3f}"
+    return (
+        f"recalibrated by run {content_hash(record)} of plan {record.plan_hash} at micro-batch "
+        f"{plan.microbatch_size}: {', '.join(parts)}{guess if missing else ''}"
+    )
+
+
+def _missing(plan: Plan, corrections: Sequence[Correction]) -> bool:
+    """Whether the plan has layers that these stages do not run whole."""
+    count = 1 + max(stage.last_layer for stage in plan.stages)
+    held = np.sum([_shares(plan.stages[row.stage], count) for row in corrections], axis=0)
+    return bool((held < 1 - 1e-9).any())

@@ -1,0 +1,1 @@
+"""What layers and stages cost: profiles, rooflines, segments and the memory of a stage."""

@@ -1,0 +1,165 @@
+"""Most bytes that each rank holds at once: weights and gradients, features, messages, and what an action needs.
+
+Where a profile tells forwards from backwards, memory is followed from action to action:
+
+    held during an action = weights, optimizer state and buffers for what is sent
+                          + gradients, from the stage's first backward on
+                          + features of the micro-batches that are live, this action's included
+                          + messages that come before the action ends, for a later one
+                          + what the action's layers need for a moment
+
+    and in an update      = weights, gradients, optimizer state and buffers, and what the update makes for a moment
+
+Where it does not, all of these are taken to be at their most at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapipe.costs.stage_memory import StageBytes
+from bapipe.schedule.actions import Kind, Schedule
+from bapipe.simulator.timeline import Timeline
+
+__all__ = ["message_bytes", "rank_peaks"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_POSTED = 2
+"""messages of a wire that a rank takes before they are needed, as the runtime does"""
+
+
+def rank_peaks(
+    schedule: Schedule,
+    timeline: Timeline,
+    needed: Sequence[StageBytes],
+    *,
+    copies: int,
+    update_copies: int,
+    phases_told: bool,
+) -> list[float]:
+    """Peak bytes of each rank; `copies` of the weights are weights, gradients and optimizer state, and
+    `update_copies` those and what an update makes for a moment."""
+    versions = schedule.weight_versions or (1,) * len(needed)
+    weights = [item.weights * (copies + versions[index] - 1) for index, item in enumerate(needed)]
+    sending, receiving = _messages(schedule, needed)
+    parts = ([item.stash for item in needed], [item.kept for item in needed], [item.delayed for item in needed])
+    orders = [timeline.compute_of(rank) for rank in range(schedule.num_ranks)]
+    follow = [phases_told and len(own) > 0 and len(set(timeline.lanes[own].tolist())) == 1 for own in orders]
+    features = [] if all(follow) else timeline.peak_bytes_by_rank(*parts)
+    change, besides = timeline.feature_changes(np.array(parts[0]), *parts[1:]), _besides(needed)
+    consumers = timeline.consumers()
+    peaks = []
+    for rank, own in enumerate(orders):
+        stages = schedule.stages_of(rank)
+        held = sum(weights[stage] + sending[stage] for stage in stages)
+        if follow[rank]:
+            waiting = _waiting(timeline, rank, own, consumers, needed)
+            most = _followed(timeline, own, needed, change, besides, always=not schedule.flushes) + waiting
+            update = (update_copies - copies) * sum(needed[stage].weights for stage in stages)
+            peaks.append(held + max(update, float(most.max())))
+        else:
+            workspace = max((needed[stage].workspace for stage in stages), default=0.0)
+            peaks.append(held + features[rank] + workspace + sum(receiving[stage] for stage in stages))
+    return peaks
+
+
+def message_bytes(schedule: Schedule, needed: Sequence[StageBytes]) -> list[float]:
+    """By stage, the most that messages take on one of its ranks, sent and received ones."""
+    return [sum(both) for both in zip(*_messages(schedule, needed), strict=True)]
+
+
+def _messages(schedule: Schedule, needed: Sequence[StageBytes]) -> tuple[list[float], list[float]]:
+    """By stage, bytes of those that one of its ranks sends and of those that it receives ahead, two of each wire.
+
+    Micro-batches are dealt to replicas in turn, so a rank of r replicas has s / gcd(r, s) wires to s others.
+    """
+    counts = [len(ranks) for ranks in schedule.placement]
+    wires = [after // math.gcd(own, after) for own, after in itertools.pairwise(counts)] + [0]
+    back = [0] + [before // math.gcd(own, before) for before, own in itertools.pairwise(counts)]
+    sending = [
+        2 * (after * item.sent + before * item.answered)
+        for item, before, after in zip(needed, back, wires, strict=True)
+    ]
+    receiving = [
+        _POSTED * (after * item.returned + before * item.received)
+        for item, before, after in zip(needed, back, wires, strict=True)
+    ]
+    return sending, receiving
+
+
+def _besides(needed: Sequence[StageBytes]) -> Floats:
+    """By kind of action and stage, bytes that it needs for a moment."""
+    found = np.zeros((len(Kind), len(needed)))
+    found[[Kind.F, Kind.R]] = [item.forward_workspace for item in needed]
+    found[[Kind.B, Kind.I]] = [item.backward_workspace for item in needed]
+    found[Kind.W] = [item.weight_workspace for item in needed]
+    return found
+
+
+def _followed(
+    timeline: Timeline, own: Ints, needed: Sequence[StageBytes], change: Floats, besides: Floats, *, always: bool
+) -> Floats:
+    """What a rank holds in each of its actions, `own`, beside its weights and messages; `always`: every backward
+    makes gradients, as each is followed by its update."""
+    kinds, stages = timeline.kinds[own], timeline.stages[own]
+    changes, forward = change[kinds, stages], (kinds == Kind.F) | (kinds == Kind.R)
+    after = np.cumsum(changes)
+    total = np.where(forward, after, after - changes)  # the others let go when they end
+    total += besides[kinds, stages]
+    for stage in set(stages.tolist()):
+        _without_gradients(total, kinds, stages == stage, needed[stage], always=always)
+    return total
+
+
+def _without_gradients(
+    total: Floats, kinds: Ints, here: NDArray[np.bool_], item: StageBytes, *, always: bool
+) -> None:
+    """Take off what is not there yet: a stage's first backward makes its gradients, from the last layer on.
+
+    `always`: every backward does, as each is followed by its update.
+    """
+    makes = np.flatnonzero(here & ((kinds == Kind.B) | (kinds == Kind.W)))
+    if not len(makes):
+        return
+    total[: makes[0]] -= item.weights
+    makers = makes if always else makes[:1]
+    whole = item.first_backward_workspace - item.backward_workspace
+    weights = item.first_weight_workspace - item.weight_workspace
+    total[makers] += np.where(kinds[makers] == Kind.B, whole, weights)
+
+
+def _waiting(timeline: Timeline, rank: int, own: Ints, consumers: Ints, needed: Sequence[StageBytes]) -> Floats:
+    """For each of a rank's actions, `own`, bytes of messages that come before it ends, for a later one."""
+    transfers = timeline.transfers
+    coming = np.flatnonzero((transfers.to_rank == rank) & (consumers >= 0))
+    place = np.zeros(len(timeline.kinds), np.int64)
+    place[own] = np.arange(len(own))
+    coming = coming[np.argsort(place[consumers[coming]], kind="stable")]
+    taken, source = place[consumers[coming]], transfers.source[coming]
+    kinds = timeline.kinds[source]
+    sizes = np.array([(item.answered, item.sent) for item in needed])
+    size = sizes[timeline.stages[source], (kinds == Kind.F).astype(np.int64)]
+    wires = timeline.ranks[source] * len(Kind) + kinds
+    there = _there(transfers.arrival[coming], timeline.start[own][taken], wires)
+    order = np.argsort(there, kind="stable")
+    came = np.concatenate([[0.0], np.cumsum(size[order])])
+    gone = np.concatenate([[0.0], np.cumsum(size)])
+    all_came = came[np.searchsorted(there[order], timeline.end[own], side="left")]
+    all_gone = gone[np.searchsorted(taken, np.arange(len(own)), side="right")]
+    return np.asarray(np.maximum(0.0, all_came - all_gone), dtype=np.float64)
+
+
+def _there(arrival: Floats, taken: Floats, wires: Ints) -> Floats:
+    """When each message is there: no more of a wire than are posted, the next when one is taken."""
+    there = arrival.copy()
+    for wire in np.unique(wires):
+        own = np.flatnonzero(wires == wire)
+        there[own[_POSTED:]] = np.maximum(there[own[_POSTED:]], taken[own[:-_POSTED]])
+    return there

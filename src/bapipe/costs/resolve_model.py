@@ -1,0 +1,82 @@
+"""MODEL of the command line -> Profile: the one place that knows every way to name a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from bapipe.costs.pipedream_graph import read_pipedream_graph, scaled_profile
+from bapipe.costs.profile import Profile, read_profile
+from bapipe.costs.roofline import analytic_profile
+from bapipe.errors import BaPipeError, nearest
+from bapipe.hardware.cluster import AcceleratorType
+from bapipe.models.builtin import BUILTIN_NAMES, Argument, builtin_model, is_builtin
+from bapipe.models.layer_table import read_layer_table
+
+__all__ = ["DEFAULT_DTYPE", "load_profile"]
+
+DEFAULT_DTYPE = "fp32"
+_CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def load_profile(
+    spec: str,
+    *,
+    types: Sequence[AcceleratorType],
+    dtype: str | None = None,
+    microbatches: Iterable[int],
+    args: Mapping[str, Argument] | None = None,
+    batch: int | None = None,
+) -> Profile:
+    """The profile of what `spec` names.
+
+    - a built-in name (`args`: its options) or a layer table (`*.toml`): computed for `types` at `microbatches`, in
+      `dtype` (None: fp32);
+    - profile.json: as it is, whatever `types` and `microbatches`; a `dtype` that differs from its own is refused;
+    - `*.graph.txt`: PipeDream's, measured at `batch` (None: 128) and scaled to `microbatches` where they differ;
+    - package.module:function: refused here, as it must be profiled first.
+    """
+    text = spec.strip()
+    lower = text.lower()
+    options = dict(args or {})
+    if not is_builtin(text) and options:
+        raise BaPipeError(
+            f"options such as {next(iter(options))} are for built-in models, got '{text[:60]}'; remove them"
+        )
+    if batch is not None and not lower.endswith(".txt"):
+        raise BaPipeError(f"a batch is given for *.graph.txt only, got '{text[:60]}'; leave it out")
+    if lower.endswith(".json"):
+        return _of_dtype(read_profile(text), dtype)
+    if lower.endswith(".toml"):
+        model = read_layer_table(text)
+        return analytic_profile(model, types, dtype=dtype or DEFAULT_DTYPE, microbatches=microbatches)
+    if lower.endswith(".txt"):
+        profile = _of_dtype(read_pipedream_graph(text, batch=batch), dtype)
+        sizes = tuple(sorted(set(microbatches)))
+        measured = all(table.microbatches == sizes for table in profile.accelerators.values())
+        return profile if measured else scaled_profile(profile, sizes)
+    if _CALLABLE.fullmatch(text):
+        raise BaPipeError(
+            f"'{text[:100]}' is code, whose costs are not known yet; run `bapipe profile {text[:100]}` first "
+            "and give the profile.json that it writes"
+        )
+    if not is_builtin(text):
+        raise BaPipeError(
+            f"unknown model '{text[:60]}'{nearest(text, BUILTIN_NAMES)}; give a built-in name "
+            f"({', '.join(BUILTIN_NAMES)}), a profile.json, a layer table .toml, a .graph.txt or "
+            "package.module:function"
+        )
+    profile = analytic_profile(
+        builtin_model(text, **options), types, dtype=dtype or DEFAULT_DTYPE, microbatches=microbatches
+    )
+    return replace(profile, model=replace(profile.model, args=options))
+
+
+def _of_dtype(profile: Profile, dtype: str | None) -> Profile:
+    if dtype is not None and dtype != profile.dtype:
+        raise BaPipeError(
+            f"the profile of {profile.model.name} is of {profile.dtype}, asked for {dtype}; profile the model in "
+            f"{dtype} or leave the dtype out"
+        )
+    return profile

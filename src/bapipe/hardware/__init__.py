@@ -1,0 +1,1 @@
+"""Hardware as described: accelerators, links, clusters, and the catalogue of known accelerators."""

@@ -1,0 +1,277 @@
+"""The one reader of clusters: a TOML file (docs/reference/cluster.md) or a shorthand such as 2xa100+2xv100."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bapipe.errors import BaPipeError, FileFormatError, nearest
+from bapipe.hardware.catalog import catalog_aliases, find_type, load_catalog
+from bapipe.hardware.catalog.accelerator_types import TypeEntry, accelerator_type
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.io.decode import decode
+from bapipe.io.files import load_toml
+from bapipe.units import parse_bandwidth, parse_seconds
+
+__all__ = ["CLUSTER_SCHEMA", "MAX_ACCELERATORS", "read_cluster", "with_link_bandwidth", "with_memory_limit"]
+
+CLUSTER_SCHEMA = "bapipe.cluster/1"
+MAX_ACCELERATORS = 4096
+"""more in one file is taken for a slip of the pen"""
+_PART = re.compile(r"(?:([0-9]+)\s*[xX×*]\s*)?([A-Za-z0-9][A-Za-z0-9_.-]*)")
+_SHORTHAND_NODE = "node0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """[[accelerators]]: several of one type in one node."""
+
+    type: str
+    count: int = 1
+    node: str = _SHORTHAND_NODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinkEntry:
+    bandwidth: str | float
+    latency: str | float = 0.0
+    duplex: Literal["full", "half"] = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PairEntry:
+    between: tuple[str, ...]
+    bandwidth: str | float
+    latency: str | float = 0.0
+    duplex: Literal["full", "half"] = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Links:
+    within: _LinkEntry | None = None
+    between: _LinkEntry | None = None
+    pair: tuple[_PairEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """[bus]."""
+
+    bandwidth: str | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Collective(_Shared):
+    """[collective]."""
+
+    overlap: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClusterFile:
+    schema: str
+    name: str
+    accelerators: tuple[_Group, ...]
+    topology: Literal["full", "chain"] = "full"
+    types: dict[str, TypeEntry] = field(default_factory=dict)
+    links: _Links = field(default_factory=_Links)
+    collective: _Collective | None = None
+    bus: _Shared | None = None
+
+
+def read_cluster(spec: str) -> Cluster:
+    """The cluster that `spec` names: the path of a .toml file, or COUNTxTYPE+COUNTxTYPE… of catalogue types.
+
+    A shorthand is one node, connected by the slowest default link among its types; FPGAs alone form a chain.
+    """
+    text = spec.strip()
+    if text.lower().endswith(".toml") or "/" in text or "\\" in text:
+        return _read_file(text)
+    return _shorthand(text)
+
+
+def _shorthand(spec: str) -> Cluster:
+    types: list[AcceleratorType] = []
+    for part in spec.split("+"):
+        match = _PART.fullmatch(part.strip())
+        if not match:
+            raise BaPipeError(
+                f"a cluster must look like 4xv100 or 2xa100+2xv100, or be a .toml file; got '{spec[:60]}'"
+            )
+        found = find_type(match[2])
+        count = _count(int(match[1][:9]) if match[1] else 1, len(types), what=f"cluster '{spec[:60]}'")
+        types += [found] * count
+    distinct = {kind.name: kind for kind in types}
+    return Cluster(
+        name=spec,
+        accelerators=_named([(kind.name, _SHORTHAND_NODE) for kind in types]),
+        types=distinct,
+        within=_default_link(distinct, what=f"cluster '{spec[:60]}'"),
+        topology="chain" if all(kind.kind == "fpga" for kind in types) else "full",
+    )
+
+
+def _count(count: int, already: int, *, what: str) -> int:
+    if count < 1:
+        raise BaPipeError(f"{what}: a count must be at least 1, got {count}; correct it or leave the type out")
+    if already + count > MAX_ACCELERATORS:
+        raise BaPipeError(f"{what}: {already + count} accelerators are over the limit of {MAX_ACCELERATORS}")
+    return count
+
+
+def _named(members: list[tuple[str, str]]) -> tuple[Accelerator, ...]:
+    """(type, node) pairs -> accelerators called node/index, counted within each node."""
+    next_index: dict[str, int] = {}
+    accelerators = []
+    for kind, node in members:
+        index = next_index.get(node, 0)
+        next_index[node] = index + 1
+        accelerators.append(Accelerator(name=f"{node}/{index}", type=kind, node=node))
+    return tuple(accelerators)
+
+
+def _default_link(types: dict[str, AcceleratorType], *, what: str) -> Link:
+    rates = []
+    for kind in types.values():
+        if kind.link_bandwidth is None:
+            raise BaPipeError(
+                f"{what}: nothing says how fast links are and type '{kind.name}' has no link_bandwidth; "
+                "add [links.within] with a bandwidth"
+            )
+        rates.append(kind.link_bandwidth)
+    return Link(bandwidth=min(rates))
+
+
+def _read_file(path: str) -> Cluster:
+    data = load_toml(path)
+    found = data.get("schema")
+    if found != CLUSTER_SCHEMA:
+        got = "nothing" if found is None else f"'{str(found)[:60]}'"
+        raise FileFormatError(f'{path}: schema must be "{CLUSTER_SCHEMA}", got {got}; correct the first line')
+    entry = decode(_ClusterFile, data, where=path)
+    if not entry.accelerators:
+        raise FileFormatError(f"{path} has no accelerators; add [[accelerators]]")
+    own = {
+        name: accelerator_type(name, kind, where=f"{path}: types: {name}") for name, kind in entry.types.items()
+    }
+    members: list[tuple[str, str]] = []
+    for index, group in enumerate(entry.accelerators):
+        where = f"{path}: accelerators[{index}]"
+        if not group.node or "/" in group.node or " " in group.node:
+            raise FileFormatError(
+                f"{where}: node must be a name without '/' and spaces, got '{group.node[:60]}'; rename it"
+            )
+        kind = _type_name(group.type, own, where=where)
+        members += [(kind, group.node)] * _count(group.count, len(members), what=where)
+    types = {kind: own[kind] if kind in own else find_type(kind) for kind, _ in members}
+    accelerators = _named(members)
+    names = [accelerator.name for accelerator in accelerators]
+    within = _link(entry.links.within, where=f"{path}: links: within")
+    between = _link(entry.links.between, where=f"{path}: links: between")
+    nodes = dict.fromkeys(node for _, node in members)
+    if len(nodes) > 1 and between is None:
+        raise FileFormatError(
+            f"{path}: {len(nodes)} nodes and no [links.between]; add it with the bandwidth between nodes"
+        )
+    return Cluster(
+        name=entry.name,
+        accelerators=accelerators,
+        types=types,
+        within=within or _default_link(types, what=path),
+        between=between,
+        pairs=_pairs(entry.links.pair, names, chain=entry.topology == "chain", path=path),
+        topology=entry.topology,
+        collective_bandwidth=_shared(entry.collective, where=f"{path}: collective"),
+        collective_overlap=entry.collective.overlap if entry.collective else 1.0,
+        bus_bandwidth=_shared(entry.bus, where=f"{path}: bus"),
+    )
+
+
+def _type_name(name: str, own: dict[str, AcceleratorType], *, where: str) -> str:
+    """The type's own name: of the file first, then of the catalogue or its aliases."""
+    if name in own:
+        return name
+    known = [*own, *load_catalog(), *catalog_aliases()]
+    if name.strip().lower() not in known:
+        raise FileFormatError(
+            f"{where}: unknown accelerator '{name[:60]}'{nearest(name, known)}; correct it or add [types.NAME]"
+        )
+    return find_type(name).name
+
+
+def _bandwidth(value: str | float, *, where: str) -> float:
+    what = f"{where}: bandwidth"
+    rate = parse_bandwidth(value, what=what)
+    if not rate > 0:
+        raise FileFormatError(f"{what} must be more than 0, got {value}; correct it")
+    return rate
+
+
+def _link(entry: _LinkEntry | _PairEntry | None, *, where: str) -> Link | None:
+    if entry is None:
+        return None
+    return Link(
+        bandwidth=_bandwidth(entry.bandwidth, where=where),
+        latency=parse_seconds(entry.latency, what=f"{where}: latency"),
+        duplex=entry.duplex,
+    )
+
+
+def _shared(entry: _Shared | None, *, where: str) -> float | None:
+    return None if entry is None else _bandwidth(entry.bandwidth, where=where)
+
+
+def _pairs(entries: tuple[_PairEntry, ...], names: list[str], *, chain: bool, path: str) -> dict[str, Link]:
+    position = {name: index for index, name in enumerate(names)}
+    pairs: dict[str, Link] = {}
+    for index, entry in enumerate(entries):
+        where = f"{path}: links: pair[{index}]"
+        if len(entry.between) != 2 or entry.between[0] == entry.between[1]:
+            raise FileFormatError(
+                f"{where}: between must name two different accelerators, got {list(entry.between)[:4]}; correct it"
+            )
+        for name in entry.between:
+            if name not in position:
+                raise FileFormatError(
+                    f"{where}: unknown accelerator '{name[:60]}'{nearest(name, names)}; "
+                    "accelerators are called node/index"
+                )
+        first, second = sorted(entry.between, key=position.__getitem__)
+        if chain and position[second] - position[first] != 1:
+            raise FileFormatError(f"{where}: {first} and {second} are no neighbours in the chain; remove the pair")
+        key = f"{first} - {second}"
+        if key in pairs:
+            raise FileFormatError(f"{where}: {first} and {second} have two links; remove one")
+        link = _link(entry, where=where)
+        assert link is not None
+        pairs[key] = link
+    return pairs
+
+
+def with_link_bandwidth(cluster: Cluster, bytes_per_s: float) -> Cluster:
+    """The cluster with every link at that bandwidth; latencies and an explicit collective or bus rate stay."""
+    if not bytes_per_s > 0:
+        raise BaPipeError(f"a link needs a bandwidth of more than 0, got {bytes_per_s:g}; correct it")
+
+    def changed(link: Link) -> Link:
+        return dataclasses.replace(link, bandwidth=float(bytes_per_s))
+
+    return dataclasses.replace(
+        cluster,
+        within=changed(cluster.within),
+        between=None if cluster.between is None else changed(cluster.between),
+        pairs={key: changed(link) for key, link in cluster.pairs.items()},
+    )
+
+
+def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:
+    """The cluster whose accelerators may use at most `limit` bytes each; none gets more than it has."""
+    if not limit > 0:
+        raise BaPipeError(f"a memory limit must be more than 0 bytes, got {limit:g}; correct it")
+    types = {
+        name: dataclasses.replace(kind, memory=min(kind.memory, float(limit)))
+        for name, kind in cluster.types.items()
+    }
+    return dataclasses.replace(cluster, types=types)

@@ -1,0 +1,79 @@
+"""A Cluster as the TOML file that `bapipe.hardware.cluster_file` reads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+
+from bapipe.hardware.cluster import AcceleratorType, Cluster, Link
+
+__all__ = ["cluster_toml"]
+
+
+def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
+    """The file's text, complete: types too, so that it needs no catalogue. Read back, it is the same cluster.
+
+    `comment` stands before the accelerators, which must be named node/index in order, as the reader names them.
+    """
+    lines = [
+        'schema = "bapipe.cluster/1"',
+        f"name = {_text(cluster.name)}",
+        f"topology = {_text(cluster.topology)}",
+    ]
+    if cluster.collective_bandwidth is not None:
+        values = {"bandwidth": cluster.collective_bandwidth, "overlap": cluster.collective_overlap}
+        lines += [f"collective = {_table(values)}"]
+    if cluster.bus_bandwidth is not None:
+        lines += [f"bus = {{ bandwidth = {cluster.bus_bandwidth!r} }}"]
+    lines += ["", *(f"# {line}" for line in comment.splitlines())]
+    for (kind, node), members in itertools.groupby(cluster.accelerators, key=lambda one: (one.type, one.node)):
+        count = sum(1 for _ in members)
+        lines += ["[[accelerators]]", f"type = {_text(kind)}", f"count = {count}", f"node = {_text(node)}", ""]
+    lines += ["[links.within]", *_link(cluster.within), ""]
+    if cluster.between is not None:
+        lines += ["[links.between]", *_link(cluster.between), ""]
+    for key, link in cluster.pairs.items():
+        ends = ", ".join(_text(end) for end in key.split(" - "))
+        lines += ["[[links.pair]]", f"between = [{ends}]", *_link(link), ""]
+    for name in dict.fromkeys(accelerator.type for accelerator in cluster.accelerators):
+        lines += [f"[types.{_text(name)}]", *_type(cluster.types[name]), ""]
+    return "\n".join(lines)
+
+
+def _text(value: str) -> str:
+    """A TOML basic string is JSON's, but for DEL, which TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _table(values: Mapping[str, float | str]) -> str:
+    entries = (
+        f"{_text(key)} = {_text(one) if isinstance(one, str) else repr(one)}" for key, one in values.items()
+    )
+    return f"{{ {', '.join(entries)} }}"
+
+
+def _link(link: Link) -> list[str]:
+    return [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}", f"duplex = {_text(link.duplex)}"]
+
+
+def _type(kind: AcceleratorType) -> list[str]:
+    lines = [
+        f"kind = {_text(kind.kind)}",
+        f"memory = {kind.memory!r}",
+        f"memory_bandwidth = {kind.memory_bandwidth!r}",
+        f"flops = {_table(kind.flops)}",
+        f"execution = {_text(kind.execution)}",
+    ]
+    if kind.link_bandwidth is not None:
+        lines.append(f"link_bandwidth = {kind.link_bandwidth!r}")
+    own = kind.efficiency
+    lines.append(
+        f"efficiency = {{ compute = {_table(own.compute)}, memory = {own.memory!r}, "
+        f"half_seconds = {own.half_seconds!r}, launch = {own.launch!r} }}"
+    )
+    if kind.board:
+        lines.append(f"board = {_table(kind.board)}")
+    if kind.sources:
+        lines.append(f"sources = {_table(kind.sources)}")
+    return lines

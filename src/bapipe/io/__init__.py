@@ -1,0 +1,1 @@
+"""Files in and out: strict decoding, bounded JSON and TOML, atomic writes."""

@@ -1,0 +1,1 @@
+"""Models as ordered layers: what the planner moves between accelerators."""

@@ -1,0 +1,211 @@
+"""From what the search found to the Plan that is written, shown and run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bapipe.costs.peak_memory import message_bytes
+from bapipe.costs.segments import Chain
+from bapipe.costs.stage_memory import stages_bytes
+from bapipe.planner.evaluate import Evaluation, parting_time
+from bapipe.planner.incumbents import AS_FAST
+from bapipe.planner.pipelines import MOST_TYPES
+from bapipe.planner.search import Exploration
+from bapipe.records.plan import LayerPart, Plan, PlanStage, Prediction, Rival
+from bapipe.schedule.schedule_file import ScheduleFile
+from bapipe.units import format_bytes, format_seconds
+
+__all__ = ["make_plan"]
+
+
+def make_plan(found: Exploration) -> Plan:
+    """The plan of the best evaluation, with its rivals and why each lost."""
+    best = found.best
+    chain = best.candidate.chain
+    return Plan(
+        kind=_kind(best),
+        model=found.profile.model,
+        profile_hash=found.profile.hash,
+        cluster=found.hardware.cluster,
+        dtype=found.profile.dtype,
+        optimizer=found.hardware.optimizer,
+        strategy=found.request.strategy,
+        microbatch_size=chain.microbatch,
+        microbatches=best.candidate.schedule.num_microbatches,
+        minibatch=found.minibatch,
+        stages=_stages(best, found),
+        schedule=ScheduleFile.of(best.schedule),
+        prediction=Prediction(
+            time=best.time,
+            throughput=best.throughput,
+            bubble=best.timeline.bubble,
+            exposed_communication=max(best.timeline.exposed_communication()),
+            lower_bound=found.lower_bound,
+            gap=best.time / found.lower_bound - 1,
+            source=chain.source,
+        ),
+        rivals=_rivals(found),
+        notes=_notes(found),
+    )
+
+
+def _kind(evaluation: Evaluation) -> Literal["pipeline", "data-parallel", "hybrid"]:
+    counts = [len(stage.accelerators) for stage in evaluation.candidate.stages]
+    if max(counts) == 1:
+        return "pipeline"
+    return "data-parallel" if len(counts) == 1 else "hybrid"
+
+
+def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
+    chain, cluster = best.candidate.chain, found.hardware.cluster
+    stages, parted = [], best.schedule.parted_stages()
+    weighed = stages_bytes(chain, [(choice.first, choice.last) for choice in best.candidate.stages], best.schedule)
+    messages = message_bytes(best.schedule, weighed)
+    for index, choice in enumerate(best.candidate.stages):
+        first, last = chain.units[choice.first], chain.units[choice.last]
+        needed = weighed[index]
+        parting = parting_time(best.candidate, found.hardware, choice)
+        stages.append(
+            PlanStage(
+                accelerators=tuple(cluster.accelerators[member].name for member in choice.accelerators),
+                first_layer=first.layer,
+                last_layer=last.layer,
+                layers=tuple(layer.name for layer in chain.profile.layers[first.layer : last.layer + 1]),
+                fractions=_fractions(chain, choice.first, choice.last),
+                recompute=choice.recompute,
+                forward=best.costs.forward[index],
+                backward=best.costs.backward[index],
+                weight_gradient=best.costs.weight_gradient[index] - parting,
+                parting=parting,
+                update=best.costs.update[index],
+                all_reduce=best.costs.all_reduce[index],
+                send_forward_bytes=float(chain.boundary_forward[choice.last]),
+                send_backward_bytes=_sent_back(best, index),
+                weight_bytes=needed.weights,
+                memory_bytes=best.memory[index],
+                memory_capacity=best.capacity[index],
+                peak_features=best.live[index],
+                stash_bytes=needed.stash,
+                kept_bytes=needed.kept,
+                delayed_bytes=needed.delayed if index in parted else None,
+                buffer_bytes=messages[index],
+                workspace_bytes=needed.workspace,
+            )
+        )
+    return tuple(stages)
+
+
+def _sent_back(best: Evaluation, index: int) -> float:
+    if index == 0:
+        return 0.0
+    return float(best.candidate.chain.boundary_backward[best.candidate.stages[index - 1].last])
+
+
+def _fractions(chain: Chain, first: int, last: int) -> tuple[LayerPart, ...]:
+    """The layers at the ends of a stage of which it has only some channels."""
+    parts: dict[int, LayerPart] = {}
+    for unit in chain.units[first : last + 1]:
+        held = parts.get(unit.layer)
+        start = unit.start if held is None else held.start
+        parts[unit.layer] = LayerPart(layer=unit.layer, start=start, stop=unit.stop, of=unit.of)
+    return tuple(part for part in parts.values() if part.stop - part.start < part.of)
+
+
+def _rivals(found: Exploration) -> tuple[Rival, ...]:
+    best = found.best
+    rivals = []
+    for evaluation in found.considered:
+        if evaluation is best:
+            continue
+        name = f"{evaluation.candidate.label}, micro-batch {evaluation.candidate.chain.microbatch}"
+        short = evaluation.short
+        fullest = max(evaluation.memory)
+        if short is not None:
+            layers = evaluation.candidate.stages[short[0]]
+            first, last = (evaluation.candidate.chain.units[unit].layer for unit in (layers.first, layers.last))
+            reason = f"{format_bytes(short[1])} short on stage {short[0]} (layers {first} to {last})"
+            rivals.append(Rival(name=name, time=None, memory_bytes=fullest, reason=reason))
+        else:
+            slower, more = best.throughput / evaluation.throughput - 1, fullest - max(best.memory)
+            why = f"{format_bytes(more)} more" if abs(slower) < AS_FAST and more > 0 else _cause(evaluation)
+            reason = f"{_pace(slower)}; {why}"
+            rivals.append(Rival(name=name, time=evaluation.time, memory_bytes=fullest, reason=reason))
+    for estimate in found.estimates:
+        if estimate.memory > estimate.capacity:
+            lacking = format_bytes(estimate.memory - estimate.capacity)
+            rivals.append(
+                Rival(name=estimate.name, time=None, memory_bytes=estimate.memory, reason=f"{lacking} short")
+            )
+        else:
+            reason = f"{_pace(estimate.time / best.time - 1)}; not run by BaPipe"
+            rivals.append(
+                Rival(name=estimate.name, time=estimate.time, memory_bytes=estimate.memory, reason=reason)
+            )
+    return tuple(rivals)
+
+
+def _pace(slower: float) -> str:
+    if abs(slower) < AS_FAST:
+        return "as fast"
+    if slower > 1:
+        return f"{1 + slower:.3g} times as long"
+    return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"
+
+
+def _cause(evaluation: Evaluation) -> str:
+    """What most of the time beyond work goes to."""
+    exposed = max(evaluation.timeline.exposed_communication())
+    reduce = max(evaluation.costs.all_reduce)
+    parts = {
+        f"bubble {evaluation.timeline.bubble:.0%}": evaluation.timeline.bubble * evaluation.time,
+        f"waits {format_seconds(exposed)} for transfers": exposed,
+        f"all-reduce {format_seconds(reduce)}": reduce,
+    }
+    if exposed + reduce < 0.5 * evaluation.timeline.bubble * evaluation.time:
+        return next(iter(parts))
+    return max(list(parts)[1:], key=lambda name: parts[name])
+
+
+_ALIKE = {"adam": ("adamw",)}
+"""optimizers whose step takes as long"""
+
+
+def _notes(found: Exploration) -> tuple[str, ...]:
+    chain = found.best.candidate.chain
+    notes = [
+        f"T of equation (1): {format_seconds(found.ideal)} per micro-batch of {chain.microbatch}",
+        f"{found.evaluated} candidates simulated",
+    ]
+    if len(chain.types) > MOST_TYPES:
+        notes.append(
+            f"heuristic: with more than {MOST_TYPES} types of accelerators they are kept in the cluster's order"
+        )
+    if found.brute_gap is not None:
+        level = "as fast as" if found.brute_gap < AS_FAST else f"{found.brute_gap:.1%} slower than"
+        notes.append(f"{level} the best of all cuts of this depth, each simulated")
+    if "analytic" in chain.source or "simulated" in chain.source:
+        types = ", ".join(dict.fromkeys(item.type for item in found.hardware.cluster.accelerators))
+        notes.append(
+            f"times are {chain.source}, not measured: profile the model on {types} for figures to rely on"
+        )
+    ends = [chain.units[stage.last] for stage in found.best.candidate.stages]
+    if any(unit.stop < unit.of for unit in ends):
+        unknown = [name for name in chain.types if found.profile.table(name).part_forward is None]
+        if unknown:
+            notes.append(
+                "parts of divided layers are taken to cost their share, though they may take longer: profile "
+                f"{', '.join(unknown)} with --parts"
+            )
+    wanted = found.request.optimizer
+    timed = {found.profile.table(name).optimizer or "" for name in chain.types}
+    others = sorted(timed - {"", wanted, *_ALIKE.get(wanted, ())})
+    if others:
+        notes.append(
+            f"the update is timed with {', '.join(others)} but planned for {wanted}: profile with "
+            f"--optimizer {wanted}"
+        )
+    if chain.interpolated:
+        notes.append(f"micro-batch {chain.microbatch} is interpolated between profiled sizes")
+    if found.request.space == "paper":
+        notes.append("space of the paper: N straight stages, or data parallelism without accumulation")
+    return tuple(notes)

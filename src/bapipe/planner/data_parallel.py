@@ -1,0 +1,88 @@
+"""Data parallelism as a rival: plain and accumulated as candidates, ZeRO-1, FSDP and tensor slicing by formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapipe.costs.segments import Chain
+from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
+from bapipe.schedule.generators import capped
+
+__all__ = ["Estimate", "analytic_rivals", "at_minibatch", "data_parallel_candidate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A way of training that BaPipe does not run, by formula."""
+
+    name: str
+    time: float
+    """seconds per mini-batch"""
+    memory: float
+    """bytes on the fullest accelerator"""
+    capacity: float
+
+
+def data_parallel_candidate(chain: Chain, hardware: Hardware, accumulation: int) -> Candidate:
+    """Every accelerator holds the whole model and runs `accumulation` micro-batches per update."""
+    count = len(hardware.cluster)
+    stage = StageChoice(first=0, last=len(chain) - 1, accelerators=tuple(range(count)))
+    label = "data parallelism" + (f", {accumulation} accumulation steps" if accumulation > 1 else "")
+    schedule = capped(1, count * accumulation, [count], name="data-parallel", replicas=[count])
+    return Candidate(label=label, chain=chain, stages=(stage,), schedule=schedule)
+
+
+def at_minibatch(chain: Chain, hardware: Hardware, minibatch: int) -> Candidate | None:
+    """Data parallelism that updates once per mini-batch; None where its micro-batches do not divide evenly."""
+    steps, rest = divmod(minibatch, chain.microbatch * len(hardware.cluster))
+    return data_parallel_candidate(chain, hardware, steps) if steps and not rest else None
+
+
+def analytic_rivals(chain: Chain, hardware: Hardware, microbatches: int) -> list[Estimate]:
+    """ZeRO-1, FSDP and tensor slicing at the same mini-batch of `microbatches` micro-batches.
+
+    ZeRO-1 moves as much as data parallelism and shards the optimizer state. FSDP gathers the weights for every
+    forward and backward and scatters the gradients, and shards everything. Tensor slicing divides every layer
+    N ways and all-reduces each boundary forward and backward (Megatron's two of each a block are more). Compute
+    is as slow as the slowest accelerator's; nothing overlaps but the gradient traffic of ZeRO-1 and FSDP.
+    """
+    cluster = hardware.cluster
+    count = len(cluster)
+    rows = [chain.row(item.type) for item in cluster.accelerators]
+    whole = max(float(chain.work[row].sum()) for row in rows)
+    backward = max(float(chain.backward[row].sum()) for row in rows)
+    update = max(float(chain.update[row].sum()) for row in rows)
+    weights = float(chain.weight_bytes.sum())
+    members = tuple(range(count))
+    capacity = min(cluster.type_of(index).memory for index in members)
+    features = float(chain.stash.sum()) + chain.workspace
+    state = hardware.static_copies() - 2
+    each = -(-microbatches // count)
+    reduce = all_reduce_time(cluster, members, weights)
+    largest = float(chain.weight_bytes.max())
+    exposed = max(all_reduce_time(cluster, members, min(DDP_BUCKET, weights)), reduce - backward)
+    gathers = 1.5 * reduce * each
+    boundary = sum(
+        all_reduce_time(cluster, members, float(forward)) + all_reduce_time(cluster, members, float(back))
+        for forward, back in zip(chain.boundary_forward, chain.boundary_backward, strict=True)
+    )
+    return [
+        Estimate(
+            name="ZeRO-1 (by formula)",
+            time=each * whole + exposed + update / count,
+            memory=weights * (2 + state / count) + features,
+            capacity=capacity,
+        ),
+        Estimate(
+            name="FSDP (by formula)",
+            time=max(each * whole, gathers) + all_reduce_time(cluster, members, largest) + update / count,
+            memory=weights * (2 + state) / count + 2 * largest + features,
+            capacity=capacity,
+        ),
+        Estimate(
+            name="tensor slicing (by formula)",
+            time=microbatches * (whole / count + boundary) + update / count,
+            memory=weights * (2 + state) / count + features,
+            capacity=capacity,
+        ),
+    ]

@@ -1,0 +1,326 @@
+"""A candidate — stages on accelerators, and a schedule — timed and weighed against the cluster's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bapipe.costs.peak_memory import rank_peaks
+from bapipe.costs.profile import Profile
+from bapipe.costs.segments import Chain, apart_from, holds_all_weights, part_costs
+from bapipe.costs.stage_memory import stages_bytes
+from bapipe.errors import BaPipeError
+from bapipe.hardware.cluster import Cluster, Link
+from bapipe.planner.partition.paper.step_record import Step
+from bapipe.records.plan import Plan
+from bapipe.schedule.actions import Schedule
+from bapipe.schedule.generators import with_recompute, with_update
+from bapipe.simulator.lowering import Network, Route
+from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.timeline import Timeline
+
+__all__ = [
+    "DDP_BUCKET",
+    "OPTIMIZER_COPIES",
+    "Candidate",
+    "Evaluation",
+    "Hardware",
+    "Optimizer",
+    "StageChoice",
+    "all_reduce_time",
+    "evaluate",
+    "network_of",
+    "parting_time",
+    "plan_timeline",
+    "shared_sums",
+    "stage_costs",
+]
+
+Optimizer = Literal["sgd", "momentum", "adam"]
+DDP_BUCKET = 25e6
+"""bytes of gradients that torch's DDP reduces at once by default; the last such bucket cannot overlap"""
+OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2}
+"""state held by torch's optimizer, in copies of the weights"""
+_UPDATE_COPIES = {"sgd": 0, "momentum": 0, "adam": 1}
+"""what its step makes for a moment, in copies of the weights: Adam the roots of all second moments at once"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageChoice:
+    """Units [first, last] on some accelerators, one per replica."""
+
+    first: int
+    last: int
+    accelerators: tuple[int, ...]
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidate:
+    """One way to train: what the planner compares."""
+
+    label: str
+    """how a person calls it, such as "1f1b-so, 4 stages" """
+    chain: Chain
+    stages: tuple[StageChoice, ...]
+    schedule: Schedule
+    """without R, A and U; `evaluate` adds them"""
+    steps: tuple[Step, ...] = ()
+    """how its partition came about, where that was recorded"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The cluster and the rules that turn a profile into memory and time."""
+
+    cluster: Cluster
+    optimizer: Optimizer = "sgd"
+    overlap_all_reduce: bool = True
+    """data parallelism reduces a bucket as soon as its gradients are there, as DDP does"""
+
+    def static_copies(self) -> int:
+        """Weights, gradients and optimizer state, in copies of the weights."""
+        return 2 + OPTIMIZER_COPIES[self.optimizer]
+
+    def update_copies(self) -> int:
+        """Those and what the optimizer's step makes besides."""
+        return self.static_copies() + _UPDATE_COPIES[self.optimizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """What a candidate takes."""
+
+    candidate: Candidate
+    schedule: Schedule
+    """as run: with recomputation, all-reduce and update"""
+    costs: Costs
+    timeline: Timeline
+    memory: tuple[float, ...]
+    """peak bytes on one accelerator of each stage, all its stages together"""
+    capacity: tuple[float, ...]
+    live: tuple[float, ...]
+    """micro-batches live at once per replica of each stage"""
+
+    @property
+    def samples(self) -> int:
+        return self.candidate.chain.microbatch * self.candidate.schedule.num_microbatches
+
+    @property
+    def time(self) -> float:
+        return self.timeline.time
+
+    @property
+    def throughput(self) -> float:
+        return self.samples / self.time
+
+    @property
+    def short(self) -> tuple[int, float] | None:
+        """The stage that lacks most memory and how many bytes, or None if all fits."""
+        lacking = [need - have for need, have in zip(self.memory, self.capacity, strict=True)]
+        stage = max(range(len(lacking)), key=lacking.__getitem__)
+        return (stage, lacking[stage]) if lacking[stage] > 0 else None
+
+
+def all_reduce_time(cluster: Cluster, members: tuple[int, ...], size: float) -> float:
+    """A ring all-reduce of `size` bytes: 2(r−1)/r of it over the slowest link or the collective's own rate."""
+    count = len(members)
+    if count < 2:
+        return 0.0
+    links = [_ring_link(cluster, a, b) for a, b in zip(members, (*members[1:], members[0]), strict=True)]
+    if cluster.collective_bandwidth is not None:
+        bandwidth = cluster.collective_bandwidth
+    else:
+        bandwidth = min(link.bandwidth / (2 if link.duplex == "half" else 1) for link in links)
+        if cluster.bus_bandwidth is not None:
+            bandwidth = min(bandwidth, cluster.bus_bandwidth / count)
+    return 2 * (count - 1) / count * size / bandwidth + 2 * (count - 1) * max(link.latency for link in links)
+
+
+def _ring_link(cluster: Cluster, first: int, second: int) -> Link:
+    """In a daisy chain the ring closes through all the links between its ends, at the rate of one."""
+    return cluster.link(first, second) if cluster.connected(first, second) else cluster.within
+
+
+def network_of(cluster: Cluster, ranks: tuple[int, ...], schedule: Schedule) -> Network:
+    """The routes between the ranks that talk to each other; amounts are bytes."""
+    routes = {}
+    for ahead, behind in zip(schedule.placement[:-1], schedule.placement[1:], strict=True):
+        for source in ahead:
+            for target in behind:
+                if source == target or (source, target) in routes:
+                    continue
+                link = cluster.link(ranks[source], ranks[target])
+                shared: object = None
+                bandwidth = link.bandwidth
+                same_node = cluster.accelerators[ranks[source]].node == cluster.accelerators[ranks[target]].node
+                if cluster.bus_bandwidth is not None and same_node:
+                    shared = ("bus", cluster.accelerators[ranks[source]].node)
+                    bandwidth = min(bandwidth, cluster.bus_bandwidth)
+                elif link.duplex == "half":
+                    shared = ("pair", min(source, target), max(source, target))
+                for pair in ((source, target), (target, source)):
+                    routes[pair] = Route(seconds_per_unit=1 / bandwidth, latency=link.latency, link=shared)
+    return Network(routes=routes)
+
+
+def shared_sums(
+    profile: Profile, cluster: Cluster, divided: Sequence[Collection[int]], members: Sequence[tuple[int, ...]]
+) -> list[float]:
+    """Seconds that each stage sums gradients of divided layers of which every part holds all weights.
+
+    `divided` has the layers of which a stage has only a part, `members` its accelerators. The stages sum after the
+    last backward and before the update; that the later ones wait for the first is not counted.
+    """
+    seconds = [0.0] * len(divided)
+    for layer in sorted({layer for layers in divided for layer in layers}):
+        if not holds_all_weights(profile.layers[layer]):
+            continue
+        holders = [stage for stage, layers in enumerate(divided) if layer in layers]
+        group = tuple(dict.fromkeys(index for stage in holders for index in members[stage]))
+        for stage in holders:
+            seconds[stage] += all_reduce_time(cluster, group, profile.layers[layer].weight_bytes)
+    return seconds
+
+
+def _divided(candidate: Candidate) -> list[set[int]]:
+    """Layers of which each stage has only a part: they lie at its ends."""
+    units, found = candidate.chain.units, []
+    for stage in candidate.stages:
+        first, last = units[stage.first], units[stage.last]
+        inside = ((first, first.start > 0), (last, last.stop < last.of))
+        found.append({unit.layer for unit, cut in inside if cut})
+    return found
+
+
+def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
+    """What each action of the candidate's stages takes; its schedule does not matter."""
+    chain, cluster = candidate.chain, hardware.cluster
+    forward, backward, weight, parting, update, reduce = [], [], [], [], [], []
+    summing = shared_sums(
+        chain.profile, cluster, _divided(candidate), [stage.accelerators for stage in candidate.stages]
+    )
+    for stage, sums in zip(candidate.stages, summing, strict=True):
+        span, parts = slice(stage.first, stage.last + 1), part_costs(chain, stage.first, stage.last)
+        rows = {chain.row(cluster.accelerators[index].type) for index in stage.accelerators}
+        forward.append(max(float(chain.forward[row, span].sum() + parts.forward[row]) for row in rows))
+        backward.append(max(float(chain.backward[row, span].sum() + parts.backward[row]) for row in rows))
+        apart = slice(apart_from(chain, stage.first), stage.last + 1)
+        own = max(float(chain.weight_gradient[row, apart].sum()) for row in rows)
+        weight.append(min(own, backward[-1]) if stage.first else backward[-1])
+        parting.append(parting_time(candidate, hardware, stage))
+        update.append(sums + max(float(chain.update[row, span].sum() + parts.update[row]) for row in rows))
+        weights = float(chain.weight_bytes[span].sum()) + parts.weights
+        seconds = all_reduce_time(cluster, stage.accelerators, weights)
+        if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
+            bucket = all_reduce_time(cluster, stage.accelerators, min(DDP_BUCKET, weights))
+            seconds = max(bucket, seconds - cluster.collective_overlap * backward[-1])
+        reduce.append(seconds)
+    cuts = [stage.last for stage in candidate.stages[:-1]]
+    return Costs(
+        forward=tuple(forward),
+        backward=tuple(backward),
+        send_forward=tuple(float(chain.boundary_forward[cut]) for cut in cuts),
+        send_backward=tuple(float(chain.boundary_backward[cut]) for cut in cuts),
+        input_gradient=tuple(b - w for b, w in zip(backward, weight, strict=True)),
+        weight_gradient=tuple(w + more for w, more in zip(weight, parting, strict=True)),
+        recompute=tuple(forward),
+        all_reduce=tuple(reduce),
+        update=tuple(update),
+    )
+
+
+def parting_time(candidate: Candidate, hardware: Hardware, stage: StageChoice) -> float:
+    """Seconds that the stage's backward takes longer in two parts.
+
+    None at a first stage: no error goes on from there, and all of its backward is put off as a whole.
+    """
+    chain, cluster = candidate.chain, hardware.cluster
+    if stage.first == 0:
+        return 0.0
+    rows = {chain.row(cluster.accelerators[index].type) for index in stage.accelerators}
+    return max(float(chain.parting[row, stage.first : stage.last + 1].sum()) for row in rows)
+
+
+def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
+    """Simulate the candidate and weigh its memory. Linear in its actions."""
+    schedule = candidate.schedule
+    chosen = [index for index, stage in enumerate(candidate.stages) if stage.recompute]
+    if chosen:
+        schedule = with_recompute(schedule, chosen)
+    costs = stage_costs(candidate, hardware)
+    if schedule.flushes:
+        schedule = with_update(schedule)
+    else:
+        costs = _updating_always(costs)
+    ranks = _accelerators_of_ranks(candidate)
+    timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule))
+    memory, live = _memory(candidate, hardware, timeline, schedule)
+    capacity = tuple(
+        min(hardware.cluster.type_of(index).memory for index in stage.accelerators) for stage in candidate.stages
+    )
+    return Evaluation(
+        candidate=candidate,
+        schedule=schedule,
+        costs=costs,
+        timeline=timeline,
+        memory=memory,
+        capacity=capacity,
+        live=live,
+    )
+
+
+def _updating_always(costs: Costs) -> Costs:
+    """A pipeline that never flushes updates after every backward: the update is part of it.
+
+    The error is sent before the update, so where a transfer is waited for this is a little too long.
+    """
+    backward = tuple(b + u for b, u in zip(costs.backward, costs.update, strict=True))
+    return replace(costs, backward=backward, update=(0.0,) * len(costs.update))
+
+
+def _accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
+    ranks = tuple(dict.fromkeys(index for stage in candidate.stages for index in stage.accelerators))
+    if len(ranks) != candidate.schedule.num_ranks:
+        raise BaPipeError(f"{candidate.label}: {len(ranks)} accelerators for {candidate.schedule.num_ranks} ranks")
+    return ranks
+
+
+def _memory(
+    candidate: Candidate, hardware: Hardware, timeline: Timeline, schedule: Schedule
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Peak bytes on each stage's accelerators, and its live micro-batches per replica."""
+    peaks = rank_peaks(
+        schedule,
+        timeline,
+        stages_bytes(candidate.chain, [(stage.first, stage.last) for stage in candidate.stages], schedule),
+        copies=hardware.static_copies(),
+        update_copies=hardware.update_copies(),
+        phases_told=candidate.chain.phases_told,
+    )
+    memory = tuple(max(peaks[rank] for rank in ranks) for ranks in schedule.placement)
+    counts = timeline.peak_live()
+    live = tuple(float(-(-count // len(ranks))) for count, ranks in zip(counts, schedule.placement, strict=True))
+    return memory, live
+
+
+def plan_timeline(plan: Plan) -> Timeline:
+    """The predicted timeline of a plan, from what stands in it."""
+    schedule = plan.schedule.to_schedule()
+    names = [accelerator.name for accelerator in plan.cluster.accelerators]
+    ranks = tuple(names.index(name) for name in plan.ranks)
+    stages = plan.stages
+    weight = [min(stage.weight_gradient, stage.backward) for stage in stages]
+    costs = Costs(
+        forward=tuple(stage.forward for stage in stages),
+        backward=tuple(stage.backward for stage in stages),
+        send_forward=tuple(stage.send_forward_bytes for stage in stages[:-1]),
+        send_backward=tuple(stage.send_backward_bytes for stage in stages[1:]),
+        input_gradient=tuple(stage.backward - part for stage, part in zip(stages, weight, strict=True)),
+        weight_gradient=tuple(part + stage.parting for stage, part in zip(stages, weight, strict=True)),
+        recompute=tuple(stage.forward for stage in stages),
+        all_reduce=tuple(stage.all_reduce for stage in stages),
+        update=tuple(stage.update for stage in stages),
+    )
+    return simulate(schedule, costs, network_of(plan.cluster, ranks, schedule))

@@ -1,0 +1,176 @@
+"""Partitions that do not depend on the schedule (the rivals'), and the paper's, which depends on its memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from bapipe.costs.segments import Chain
+from bapipe.costs.stage_memory import stage_bytes
+from bapipe.hardware.cluster import Cluster, Link
+from bapipe.planner.evaluate import Candidate, Hardware, StageChoice
+from bapipe.planner.partition import baselines
+from bapipe.planner.partition.paper.balanced import Balanced, balanced_partition
+from bapipe.planner.partition.paper.straight_cuts import Cuts
+from bapipe.planner.pipelines import Family, build, require_layers, straight_stages
+from bapipe.planner.request import Request
+
+__all__ = ["PIPEDREAM_LAYERS", "THOROUGH", "dealt_stages", "fixed_partitions", "paper_candidate"]
+
+THOROUGH = 5_000
+"""layers · accelerators up to which the exact search also tries what the rivals would choose"""
+PIPEDREAM_LAYERS = 64
+"""layers up to which PipeDream's own dynamic programme is run beside the exact search"""
+_stage_bytes = functools.lru_cache(maxsize=16_384)(stage_bytes)
+"""the families of one chain ask for the same stages"""
+
+
+def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
+    depth = request.stages or len(hardware.cluster)
+    if request.stages is None and request.space == "full":
+        depth = min(depth, len(chain))
+    require_layers(chain, depth)
+    return depth
+
+
+def _slowest(cluster: Cluster) -> Link:
+    """The slowest link between neighbours."""
+    if cluster.between is None:
+        return cluster.within
+    return min(cluster.within, cluster.between, key=lambda item: item.bandwidth)
+
+
+def _transfer_of(link: Link) -> Callable[[Chain], Callable[[int], float]]:
+    """chain -> (cut -> seconds the link is busy per micro-batch)."""
+
+    def of(chain: Chain) -> Callable[[int], float]:
+        def seconds(cut: int) -> float:
+            sizes = (float(chain.boundary_forward[cut]), float(chain.boundary_backward[cut]))
+            return (sum(sizes) if link.duplex == "half" else max(sizes)) / link.bandwidth + link.latency
+
+        return seconds
+
+    return of
+
+
+def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list[tuple[StageChoice, ...]]:
+    """The rivals' stages: the asked one's, or, for the exact strategy, all of them as candidates of its own."""
+    cluster = hardware.cluster
+    depth = _depth(chain, hardware, request)
+    row = chain.row(cluster.accelerators[0].type)
+    makers: dict[str, Callable[[], Sequence[int]]] = {
+        "uniform": lambda: baselines.uniform(len(chain), depth),
+        "parameters": lambda: _by_parameter_spread(tuple(chain.weight_bytes.tolist()), depth),
+        "time": lambda: baselines.by_time(chain.work[row].tolist(), depth),
+    }
+    thorough = request.strategy == "exact" and len(chain) * len(cluster) <= THOROUGH
+    wanted = list(makers) if thorough else [name for name in makers if name == request.strategy]
+    found: dict[tuple[StageChoice, ...], None] = {}
+    for name in wanted:
+        found[dealt_stages(makers[name](), [1] * depth, len(chain))] = None
+    small = len(chain) <= PIPEDREAM_LAYERS and len(cluster) <= 16
+    if request.strategy == "pipedream" or (request.strategy == "exact" and small and cluster.topology == "full"):
+        for stages in _pipedream(chain, hardware, request, depth):
+            found[stages] = None
+    return list(found)
+
+
+@functools.lru_cache(maxsize=8)
+def _by_parameter_spread(weights: tuple[float, ...], depth: int) -> Cuts:
+    """The same for every micro-batch size, and O(layers² · depth)."""
+    return baselines.by_parameter_spread(weights, depth)
+
+
+def dealt_stages(firsts: Sequence[int], replicas: Sequence[int], units: int) -> tuple[StageChoice, ...]:
+    """Stages from the first layer of every stage but the first; an empty stage's accelerators stay idle."""
+    edges = [0, *firsts, units]
+    stages, at = [], 0
+    for first, end, count in zip(edges[:-1], edges[1:], replicas, strict=True):
+        if end > first:
+            members = tuple(range(at, at + count))
+            stages.append(StageChoice(first=first, last=end - 1, accelerators=members))
+            at += count
+    return tuple(stages)
+
+
+def _pipedream(chain: Chain, hardware: Hardware, request: Request, depth: int) -> list[tuple[StageChoice, ...]]:
+    """PipeDream's own optimum: straight, and with replicated stages where the space allows them."""
+    cluster = hardware.cluster
+    row = chain.row(cluster.accelerators[0].type)
+    free = request.stages is None and request.space == "full" and len(cluster) > 1
+    found = []
+    for machines, straight in [(depth, True), *([(len(cluster), False)] if free else [])]:
+        plan = baselines.pipedream(
+            chain.work[row].tolist(),
+            transfer=(chain.boundary_forward[:-1] / cluster.within.bandwidth).tolist(),
+            synchronise=(chain.weight_bytes / cluster.within.bandwidth).tolist(),
+            machines=machines,
+            straight=straight,
+        )
+        found.append(dealt_stages(plan.cuts, plan.replicas, len(chain)))
+    return found
+
+
+def paper_candidate(
+    chain: Chain, hardware: Hardware, family: Family, microbatches: int, request: Request
+) -> Candidate | None:
+    """The paper's balanced partition for a family of schedules, on the accelerators in the cluster's order."""
+    if family.recompute == "always":
+        return None
+    cluster = hardware.cluster
+    depth = _depth(chain, hardware, request)
+    members = range(depth)
+    balanced = _balanced(
+        chain,
+        rows=tuple(chain.row(cluster.accelerators[index].type) for index in members),
+        capacity=tuple(cluster.type_of(index).memory for index in members),
+        live=tuple(family.inflight(depth - index, depth, microbatches) for index in members),
+        copies=hardware.static_copies(),
+        link=_slowest(cluster),
+        split_layers=request.strategy == "bapipe" or request.split_layers,
+    )
+    stages = straight_stages(balanced.cuts, members)
+    return replace(build(balanced.chain, stages, family, microbatches, hardware), steps=balanced.steps)
+
+
+@functools.lru_cache(maxsize=8)
+def _balanced(
+    chain: Chain,
+    *,
+    rows: tuple[int, ...],
+    capacity: tuple[float, ...],
+    live: tuple[int, ...],
+    copies: int,
+    link: Link,
+    split_layers: bool,
+) -> Balanced:
+    """The partition, which families with as many live micro-batches share."""
+
+    def memory_of(own: Chain) -> Callable[[Cuts], list[float]]:
+        known: dict[tuple[int, int, int], float] = {}
+
+        def needs(cuts: Cuts) -> list[float]:
+            needed, first = [], 0
+            for index, last in enumerate(cuts):
+                # Cuts move one at a time, so all stages but two are known.
+                key = (index, first, last)
+                held = known.get(key)
+                if held is None:
+                    own_bytes = _stage_bytes(own, first, last)
+                    static = own_bytes.weights * copies + own_bytes.buffers
+                    held = known[key] = static + live[index] * own_bytes.stash + own_bytes.workspace
+                needed.append(held)
+                first = last + 1
+            return needed
+
+        return needs
+
+    return balanced_partition(
+        chain,
+        rows,
+        transfer_of=_transfer_of(link),
+        memory_of=memory_of,
+        capacity=capacity,
+        split_layers=split_layers,
+    )

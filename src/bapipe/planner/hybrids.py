@@ -1,0 +1,111 @@
+"""Pipelines with replicas: of few stages that the accelerators divide evenly, and whole ones side by side.
+
+The exact partition goes by a formula that takes stages to fill and drain as if alike. Straight pipelines of uneven
+stages take longer than it says, replicated ones do not, so some of these are always simulated as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from bapipe.costs.segments import Chain
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
+from bapipe.planner.fixed_partitions import dealt_stages
+from bapipe.schedule.replicas import side_by_side
+
+__all__ = ["balanced_hybrids", "copies_of", "numbers_of_copies"]
+
+_TRIED = 12
+"""hybrids that are simulated, the best by the formula"""
+_THREE_STAGES = 16
+"""accelerators up to which they may also be dealt to three stages"""
+
+
+def balanced_hybrids(
+    chain: Chain, hardware: Hardware, microbatches: int
+) -> list[tuple[float, tuple[StageChoice, ...]]]:
+    """Two or three stages over all accelerators, some replicated, cut so that each replica has as much to do.
+
+    The best by the formula, with its seconds. Only where accelerators are alike and any can send to any: the exact
+    partition knows the others' rules.
+    """
+    cluster = hardware.cluster
+    count = len(cluster)
+    if len(chain.types) > 1 or cluster.topology == "chain":
+        return []
+    work = chain.work[0]
+    done = np.cumsum(work)
+    scored: list[tuple[float, tuple[StageChoice, ...]]] = []
+    for replicas in _shares(count, microbatches):
+        wanted = np.cumsum(replicas)[:-1] / count * done[-1]
+        near = np.searchsorted(done, wanted)
+        for cuts in itertools.product(*([at - 1, at] for at in near.tolist())):
+            if cuts[0] < 0 or cuts[-1] >= len(chain) - 1 or list(cuts) != sorted(set(cuts)):
+                continue
+            stages = dealt_stages([cut + 1 for cut in cuts], replicas, len(chain))
+            scored.append((_time(chain, hardware, stages, microbatches), stages))
+    scored.sort(key=lambda item: item[0])
+    return scored[:_TRIED]
+
+
+def _shares(count: int, microbatches: int) -> Iterator[tuple[int, ...]]:
+    """How many accelerators each stage gets; none more than there are micro-batches."""
+    most = min(count - 1, microbatches)
+    yield from ((first, count - first) for first in range(max(1, count - most), most + 1) if count > 2)
+    if count <= _THREE_STAGES:
+        for first, second in itertools.product(range(1, most + 1), repeat=2):
+            third = count - first - second
+            if 1 <= third <= most and max(first, second, third) > 1:
+                yield first, second, third
+
+
+def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], microbatches: int) -> float:
+    """Seconds per mini-batch by the exact partition's formula (`exact_problem`), links taken as free."""
+    work = [float(chain.work[0, stage.first : stage.last + 1].sum()) for stage in stages]
+    steady = max(
+        (-(-microbatches // len(stage.accelerators)) - 1) * own for stage, own in zip(stages, work, strict=True)
+    )
+    sums = [
+        all_reduce_time(
+            hardware.cluster, stage.accelerators, float(chain.weight_bytes[stage.first : stage.last + 1].sum())
+        )
+        for stage in stages
+    ]
+    return sum(work) + steady + max(sums)
+
+
+def numbers_of_copies(cluster: Cluster) -> list[int]:
+    """How many pipelines of two stages or more may run side by side on all accelerators, which must be alike."""
+    count = len(cluster)
+    alike = len({item.type for item in cluster.accelerators}) == 1 and cluster.topology == "full"
+    return [number for number in range(2, count // 2 + 1) if count % number == 0] if alike else []
+
+
+def copies_of(candidate: Candidate, number: int, cluster: Cluster) -> Iterator[Candidate]:
+    """As many of a straight pipeline that is planned for the first accelerators.
+
+    Replicas of a stage are neighbours; with several nodes also apart, so that each pipeline keeps to few nodes.
+    """
+    stages, each = candidate.stages, len(cluster) // number
+    shape = "-".join([str(number)] * len(stages))
+    schedule = side_by_side([candidate.schedule] * number)
+    label = f"{candidate.label.partition(',')[0]}, stages {shape}"
+    several = len({item.node for item in cluster.accelerators}) > 1
+    for near in (True, False) if several else (True,):
+        placed = tuple(
+            replace(
+                stage,
+                accelerators=tuple(
+                    own * number + copy if near else own + copy * each
+                    for own in stage.accelerators
+                    for copy in range(number)
+                ),
+            )
+            for stage in stages
+        )
+        yield replace(candidate, label=label, stages=placed, schedule=schedule, steps=())

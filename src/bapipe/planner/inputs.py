@@ -1,0 +1,59 @@
+"""What `bapipe plan` and `bapipe serve` plan from: a cluster with overrides, and a profile or a layer table."""
+
+from __future__ import annotations
+
+from bapipe.costs.profile import Profile
+from bapipe.costs.resolve_model import load_profile
+from bapipe.errors import BaPipeError
+from bapipe.hardware.cluster import Cluster, is_fpga_cluster
+from bapipe.hardware.cluster_file import read_cluster, with_link_bandwidth, with_memory_limit
+from bapipe.models.builtin import builtin_model, is_builtin
+from bapipe.models.layer_table import read_layer_table
+from bapipe.models.layers import Model
+from bapipe.units import parse_bandwidth, parse_bytes
+
+__all__ = ["FPGA_DTYPE", "cluster_with", "goes_on_fpgas", "layers_for_fpgas", "profile_for"]
+
+FPGA_DTYPE = "fp16"
+"""where no dtype is given: the paper's precision"""
+
+
+def cluster_with(
+    spec: str,
+    *,
+    memory_limit: str | None,
+    link_bandwidth: str | None,
+    names: tuple[str, str] = ("--memory-limit", "--link-bandwidth"),
+) -> Cluster:
+    """The cluster that `spec` names, with the overrides as they were written; `names` are theirs in messages."""
+    cluster = read_cluster(spec)
+    if memory_limit:
+        cluster = with_memory_limit(cluster, parse_bytes(memory_limit, what=names[0]))
+    if link_bandwidth:
+        bandwidth = parse_bandwidth(link_bandwidth, what=names[1])
+        if bandwidth <= 0:
+            raise BaPipeError(f"{names[1]} must be more than 0, got {link_bandwidth}")
+        cluster = with_link_bandwidth(cluster, bandwidth)
+    return cluster
+
+
+def goes_on_fpgas(model: str, cluster: Cluster) -> bool:
+    """Whether the planner for FPGAs is asked: every accelerator is one, and the model is no measured profile."""
+    return is_fpga_cluster(cluster) and not model.lower().endswith((".json", ".txt"))
+
+
+def layers_for_fpgas(model: str) -> Model:
+    """A built-in model or a layer table. An FPGA has modules per convolution, so blocks are told apart."""
+    if not is_builtin(model):
+        return read_layer_table(model)
+    return builtin_model(model, granularity="conv") if model.lower().startswith("resnet") else builtin_model(model)
+
+
+def profile_for(model: str, cluster: Cluster, *, microbatch: int | None, dtype: str | None) -> Profile:
+    """The profile of what `model` names on this cluster: where it is computed, at powers of two up to 128.
+
+    A forced micro-batch is among the sizes. `dtype` is as in `bapipe.costs.resolve_model.load_profile`.
+    """
+    sizes = {2**exponent for exponent in range(8)} | ({microbatch} if microbatch and microbatch > 0 else set())
+    types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
+    return load_profile(model, types=types, dtype=dtype, microbatches=sorted(sizes))

@@ -1,0 +1,315 @@
+"""Cuts inside layers: which layers are tried divided, and the best cuts where a part costs more than its share.
+
+The exact partition (`bapipe.planner.partition.exact.solve`) adds up what units cost and cannot see a cost that depends on where
+a stage begins or ends. Here the order of accelerators and the number of stages are given and only the cuts are
+looked for: a dynamic programme over (stage, last unit) has such costs, and the memory of `stage_bytes`, in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapipe.costs.segments import Chain, apart_from
+from bapipe.costs.stage_memory import counted_twice, messages_in_workspace, passed_on
+from bapipe.errors import InfeasibleError
+from bapipe.planner.evaluate import Hardware, StageChoice
+from bapipe.planner.fixed_partitions import THOROUGH
+from bapipe.planner.partition.paper.intra_layer import refine
+from bapipe.planner.partition.paper.straight_cuts import starts
+from bapipe.planner.pipelines import Family, optimal, straight_stages
+from bapipe.planner.request import Request
+
+__all__ = [
+    "divided_stages",
+    "parts_cost_more",
+    "refined",
+    "split_stages",
+    "splits_everywhere",
+    "staggered_stages",
+]
+
+Floats = NDArray[np.float64]
+_LIMITS = 6
+"""limits of the longest stage that are tried between the least there is and the largest that can pay"""
+
+
+@functools.lru_cache(maxsize=16)
+def refined(chain: Chain) -> Chain:
+    """The chain with every layer that may be divided in slices."""
+    return refine(chain, range(len(chain.profile.layers)))
+
+
+def splits_everywhere(chain: Chain, hardware: Hardware, request: Request) -> bool:
+    """Whether every layer that may be divided is tried so, and at every depth: where that is not too much."""
+    divides = request.split_layers and request.strategy in ("exact", "gpipe") and request.space == "full"
+    return divides and len(refined(chain)) * len(hardware.cluster) <= THOROUGH
+
+
+def split_stages(
+    finer: Chain,
+    stages: Sequence[StageChoice],
+    hardware: Hardware,
+    family: Family,
+    microbatches: int,
+    fast: bool,
+) -> Iterator[tuple[Chain, list[StageChoice]]]:
+    """The optimum of as many stages on the finer chain, as if parts cost their share; then with what they cost."""
+    if all(unit.whole for unit in finer.units):
+        return
+    # What does not fit by what is known before the cuts are may fit: `divided_stages` weighs more closely.
+    with contextlib.suppress(InfeasibleError):
+        best = optimal(finer, hardware, family, microbatches, num_stages=len(stages), fast_links=fast)
+        yield finer, best
+        stages = best
+    if parts_cost_more(finer) and len(finer) * len(hardware.cluster) <= THOROUGH:
+        for cut in divided_stages(finer, stages, hardware, family, microbatches):
+            yield finer, cut
+
+
+def parts_cost_more(chain: Chain) -> bool:
+    """Whether anything is known of what a part costs beyond its share."""
+    known = (chain.part_forward, chain.part_backward, chain.part_stash, chain.shared_weight_bytes)
+    return any(bool(values.any()) for values in known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Spans:
+    """Figures of every run of units: [first, last], infinite where last < first."""
+
+    work: Floats
+    """seconds per micro-batch, recomputation included"""
+    steady: Floats
+    """seconds per micro-batch that the stage or the link after it is busy"""
+    fits: NDArray[np.bool_]
+
+
+def divided_stages(
+    chain: Chain, stages: Sequence[StageChoice], hardware: Hardware, family: Family, microbatches: int
+) -> list[list[StageChoice]]:
+    """The best cuts for the accelerators of these straight stages in their order; [] if none fits.
+
+    The time is that of `bapipe.planner.partition.exact.problem`, T = Φ + B, with what parts cost on top. Two are returned
+    where they differ: the least longest stage, and the least T of a few limits between that and where a longer one
+    cannot pay. Cost: stages · units² for each limit.
+    """
+    spans, sends = _spans(chain, stages, hardware, family, microbatches)
+    shortest, least = _least(spans, None, sends), _least(spans, np.inf, sends)
+    if shortest is None or least is None:
+        return []
+
+    def time(cuts: Sequence[int]) -> float:
+        return _fill(spans, sends, cuts) + (microbatches - 1) * _longest(spans, cuts)
+
+    low = high = _longest(spans, shortest)
+    if microbatches > 1:
+        high = max(low, (time(shortest) - _fill(spans, sends, least)) / (microbatches - 1))
+    trials = [_least(spans, float(limit) * (1 + 1e-12), sends) for limit in np.linspace(low, high, _LIMITS)]
+    quickest = min((cuts for cuts in (shortest, *trials) if cuts is not None), key=time)
+    members = [stage.accelerators[0] for stage in stages]
+    return [
+        [
+            replace(choice, recompute=stage.recompute)
+            for choice, stage in zip(straight_stages(cuts, members), stages, strict=True)
+        ]
+        for cuts in dict.fromkeys((tuple(shortest), tuple(quickest)))
+    ]
+
+
+def staggered_stages(
+    chain: Chain, stages: Sequence[StageChoice], hardware: Hardware, family: Family, microbatches: int
+) -> list[StageChoice] | None:
+    """The cuts for an order in which no stage waits but at its ends; None if none fits.
+
+    Stage i begins i forwards late. Where it has no weight gradients to put off it is done i input gradients before
+    the end, else it fills that time with them: so it may have more work. The least T of
+
+        Φ_i + M·work_i + max(0, D_i − M·W_i) ≤ T
+
+    is looked for, with Φ_i and D_i, what comes before and after, by the stages' mean.
+    """
+    spans, sends = _spans(chain, stages, hardware, family, microbatches)
+    members = [stage.accelerators[0] for stage in stages]
+    count, cluster = len(stages), hardware.cluster
+    rows = [chain.row(cluster.accelerators[member].type) for member in members]
+    send = float(np.mean([item.min() for item in sends[:-1]])) / 2 if count > 1 else 0.0
+    ahead = float(np.mean([chain.forward[row].sum() for row in rows])) / count + send
+    errors = chain.backward - chain.weight_gradient
+    back = float(np.mean([errors[row].sum() for row in rows])) / count + send
+    limited = []
+    for index, (span, row) in enumerate(zip(spans, rows, strict=True)):
+        put_off = microbatches * _apart(chain, chain.weight_gradient[row])
+        ends = index * ahead + np.maximum(0.0, index * back - put_off)
+        limited.append(replace(span, steady=span.work + ends / microbatches))
+    cuts = _least(limited, None, sends)
+    return None if cuts is None else straight_stages(cuts, members)
+
+
+def _spans(
+    chain: Chain, stages: Sequence[StageChoice], hardware: Hardware, family: Family, microbatches: int
+) -> tuple[list[_Spans], list[Floats]]:
+    """For each stage's accelerator every run of units, and the seconds to send both ways after each unit."""
+    cluster = hardware.cluster
+    members = [stage.accelerators[0] for stage in stages]
+    count = len(stages)
+    links = [cluster.link(one, other) for one, other in itertools.pairwise(members)]
+    memory = _memory(chain)
+    spans, sends = [], []
+    for index, (stage, member) in enumerate(zip(stages, members, strict=True)):
+        there = back = busy = np.zeros(len(chain))
+        if index + 1 < count:
+            link = links[index]
+            there = chain.boundary_forward / link.bandwidth + link.latency
+            back = chain.boundary_backward / link.bandwidth + link.latency
+            busy = there + back if link.duplex == "half" else np.maximum(there, back)
+        live, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
+        needed = memory.needed(hardware.static_copies(), live, waiting, recompute=stage.recompute)
+        work = _work(chain, chain.row(cluster.accelerators[member].type), recompute=stage.recompute)
+        steady = np.maximum(work + (there + back if family.communication == "exposed" else 0.0), busy)
+        spans.append(_Spans(work=work, steady=steady, fits=needed <= cluster.type_of(member).memory))
+        sends.append(there + back)
+    return spans, sends
+
+
+def _missing(chain: Chain) -> tuple[Floats, Floats]:
+    """Per unit, the share of its layer before it and after it."""
+    return (
+        np.array([unit.start / unit.of for unit in chain.units]),
+        np.array([1 - unit.stop / unit.of for unit in chain.units]),
+    )
+
+
+def _runs(values: Floats, begin: Floats, end: Floats) -> Floats:
+    """[first, last]: the sum over the run, and what its ends add."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return np.asarray(total[None, 1:] - total[:-1, None] + begin[:, None] + end[None, :], dtype=np.float64)
+
+
+def _apart(chain: Chain, values: Floats) -> Floats:
+    """[first, last]: the sum over what of the run can be put off (`apart_from`)."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return np.asarray(np.maximum(0.0, total[None, 1:] - total[_begins(chain)][:, None]), dtype=np.float64)
+
+
+@functools.lru_cache(maxsize=16)
+def _begins(chain: Chain) -> NDArray[np.int64]:
+    """`apart_from` of every unit."""
+    return np.array([apart_from(chain, first) for first in range(len(chain))])
+
+
+def _work(chain: Chain, row: int, *, recompute: bool) -> Floats:
+    before, after = _missing(chain)
+    values = chain.forward[row] * (2 if recompute else 1) + chain.backward[row]
+    more = chain.part_forward[row] * (2 if recompute else 1) + chain.part_backward[row]
+    work = _runs(values, np.where(before > 0, more, 0.0), np.where(after > 0, more, 0.0))
+    work[np.tril_indices(len(chain), -1)] = np.inf
+    return work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Memory:
+    """Bytes of every run of units, as `stage_bytes` has them."""
+
+    weights: Floats
+    stash: Floats
+    delayed: Floats
+    kept: Floats
+    """per first unit"""
+    rest: Floats
+    """messages under way, workspace and what libraries keep"""
+
+    def needed(self, copies: int, live: int, waiting: int, *, recompute: bool) -> Floats:
+        each = live * self.kept[:, None] + self.stash if recompute else live * self.stash
+        each = each + waiting * self.delayed
+        return np.asarray(copies * self.weights + each + self.rest, dtype=np.float64)
+
+
+def _memory(chain: Chain) -> _Memory:
+    before, after = _missing(chain)
+    shared = chain.shared_weight_bytes
+    begun, unfinished = np.where(before > 0, chain.part_stash, 0.0), np.where(after > 0, chain.part_stash, 0.0)
+    ahead, back = chain.boundary_forward, chain.boundary_backward
+    received = np.concatenate([[0.0], ahead[:-1] + back[:-1]])
+    held = np.cumsum(chain.stash)
+    peaks = held + chain.unit_workspace
+    stash = _runs(chain.stash, begun + chain.resident_input, unfinished + ahead)
+    workspace = np.full((len(chain), len(chain)), -np.inf)
+    library = np.zeros_like(workspace)
+    common = messages_in_workspace(chain)
+    layers = np.array([unit.layer for unit in chain.units])
+    begins = np.searchsorted(layers, layers)
+    for first, unit in enumerate(chain.units):
+        own = peaks[first:].copy()
+        if unit.start > 0:
+            own[[other.layer == unit.layer for other in chain.units[first:]]] -= chain.unit_workspace[first - 1]
+            stash[first, first:] -= passed_on(chain, first)
+        stash[first, first:] -= counted_twice(chain, first)
+        inner = np.concatenate([[-np.inf], np.maximum.accumulate(own)])[np.maximum(0, begins[first:] - first)]
+        workspace[first, first:] = np.maximum(inner, own - common[first:])
+        library[first, first:] = np.maximum.accumulate(chain.library[first:])
+    return _Memory(
+        weights=_runs(chain.weight_bytes, before * shared, after * shared),
+        stash=stash,
+        delayed=_delayed(chain, before, after),
+        kept=chain.input_bytes,
+        rest=2 * (received[:, None] + (ahead + back)[None, :])
+        + np.maximum(0.0, workspace - held[None, :])
+        + library,
+    )
+
+
+def _delayed(chain: Chain, before: Floats, after: Floats) -> Floats:
+    taken = np.where(before > 0, chain.resident_input, chain.input_bytes)
+    needs = chain.delayed > 0
+    begins, units = _begins(chain), np.arange(len(chain))
+    delayed = _apart(chain, chain.delayed)
+    delayed += np.where(needs & (begins == units), before * taken, 0.0)[:, None]
+    delayed += np.where(needs, after * taken, 0.0)[None, :] * (units[None, :] >= begins[:, None])
+    delayed[0] = np.cumsum(chain.stash) + np.where(after > 0, chain.part_stash, 0.0) + chain.boundary_backward
+    return delayed
+
+
+def _least(spans: Sequence[_Spans], threshold: float | None, sends: Sequence[Floats]) -> list[int] | None:
+    """The last unit of each stage: of least fill with no stage busier than the threshold; None: the least busiest.
+
+    None is returned where no cuts fit.
+    """
+    units = len(sends[0])
+    value = np.full(units + 1, np.inf)
+    value[0] = 0.0
+    choices = []
+    for span, send in zip(spans, sends, strict=True):
+        if threshold is None:
+            trial = np.maximum(value[:-1, None], np.where(span.fits, span.steady, np.inf))
+        else:
+            allowed = span.fits & (span.steady <= threshold)
+            trial = value[:-1, None] + np.where(allowed, span.work + send[None, :], np.inf)
+        first = trial.argmin(axis=0)
+        choices.append(first)
+        value = np.concatenate([[np.inf], trial[first, np.arange(units)]])
+    if not np.isfinite(value[-1]):
+        return None
+    cuts, last = [], units - 1
+    for first in reversed(choices):
+        cuts.append(last)
+        last = int(first[last]) - 1
+    return cuts[::-1]
+
+
+def _fill(spans: Sequence[_Spans], sends: Sequence[Floats], cuts: Sequence[int]) -> float:
+    return sum(
+        float(span.work[first, last] + send[last])
+        for span, send, first, last in zip(spans, sends, starts(cuts), cuts, strict=True)
+    )
+
+
+def _longest(spans: Sequence[_Spans], cuts: Sequence[int]) -> float:
+    return max(
+        float(span.steady[first, last]) for span, first, last in zip(spans, starts(cuts), cuts, strict=True)
+    )

@@ -1,0 +1,181 @@
+"""Zero-bubble plans in an order made for their times, and the cuts that suit such an order.
+
+The exact partition balances stages; an order that puts weight gradients off until a stage would wait allows more
+work where there is more to put off. So the cuts are moved, several neighbours at a time, as long as that makes the
+order shorter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate, stage_costs
+from bapipe.planner.inflight_caps import WORTH_WAITING, least_caps, live_bytes
+from bapipe.planner.intra_layer_cuts import refined, staggered_stages
+from bapipe.planner.partition.paper.intra_layer import translate
+from bapipe.planner.pipelines import FAMILIES, with_cuts
+from bapipe.schedule.actions import Schedule
+from bapipe.schedule.list_schedule import Preference, StageTimes, timed_order
+
+__all__ = ["FEW_FORWARDS", "Moves", "timed_plans"]
+
+FEW_FORWARDS = 512
+"""stages · micro-batches up to which such orders are tried: each takes milliseconds"""
+_FEW_ORDERS, _MOST_ORDERS = 60, 200
+"""that are made in one search for better cuts, of layers and of slices"""
+_SPARED = 0.05
+"""share of the memory that such an order leaves alone: it takes all that it is given, for little, and what a stage
+holds is not known more closely"""
+_GAINS = 1e-4
+"""share of the time that a move must save"""
+_CHOICES = tuple(
+    (Preference(forward_first=first, gap=gap), more)
+    for first, gap, more in itertools.product((True, False), (0.0, 0.5), (0, 2, 4, None))
+)
+"""what goes first, and micro-batches beyond the least K that may wait for their I; None: as many as there are"""
+_LOOKED_AT = 6
+"""of them that are simulated"""
+
+Moves = Literal["none", "layers", "slices"]
+_Choice = tuple[Preference, int | None]
+_Cuts = tuple[int, ...]
+
+
+def timed_plans(start: Evaluation, hardware: Hardware, *, moves: Moves) -> list[Evaluation]:
+    """Evaluations of a straight pipeline's stages in orders made for them, and of stages with moved cuts.
+
+    `moves`: cuts are moved by the units that there are, or by slices of all layers that may be divided.
+    """
+    candidate = _in_slices(start.candidate) if moves == "slices" else start.candidate
+    search = _Search(candidate, hardware)
+    stages = candidate.stages
+    tried = [stages]
+    if moves == "layers":
+        tried.append(search.moved(stages, search.quickest(stages)[0], most=_FEW_ORDERS))
+    elif moves == "slices":
+        family, count = FAMILIES["zb"], candidate.schedule.num_microbatches
+        staggered = staggered_stages(candidate.chain, stages, hardware, family, count)
+        for cut in (stages, *([] if staggered is None else [tuple(staggered)])):
+            tried += [cut, search.moved(cut, search.quickest(cut)[0], most=_MOST_ORDERS)]
+    found = []
+    for cut in dict.fromkeys(tried):
+        choices = search.quickest(cut)[:_LOOKED_AT]
+        found += [evaluate(search.candidate(cut, choice), hardware) for choice in choices]
+    return found
+
+
+def _in_slices(candidate: Candidate) -> Candidate:
+    """The same stages on the chain in which every layer that may be divided is in slices."""
+    chain = candidate.chain
+    if not all(unit.whole for unit in chain.units):
+        return candidate
+    finer = refined(chain)
+    cuts = translate(tuple(stage.last for stage in candidate.stages), chain, finer)
+    return replace(candidate, chain=finer, stages=with_cuts(candidate.stages, cuts))
+
+
+class _Search:
+    """Orders of one pipeline on various cuts."""
+
+    def __init__(self, candidate: Candidate, hardware: Hardware) -> None:
+        self._start, self._hardware = candidate, hardware
+        self._microbatches = candidate.schedule.num_microbatches
+        self._bases: dict[_Cuts, list[StageTimes]] = {}
+        self._orders: dict[tuple[_Cuts, _Choice], tuple[Schedule, float]] = {}
+
+    def candidate(self, stages: tuple[StageChoice, ...], choice: _Choice) -> Candidate:
+        schedule, _ = self._order(stages, choice)
+        return replace(self._start, label=f"zb, {len(stages)} stages", stages=stages, schedule=schedule)
+
+    def seconds(self, stages: tuple[StageChoice, ...], choice: _Choice) -> float:
+        return self._order(stages, choice)[1]
+
+    def _order(self, stages: tuple[StageChoice, ...], choice: _Choice) -> tuple[Schedule, float]:
+        cuts = tuple(stage.last for stage in stages)
+        key = cuts, choice
+        if key not in self._orders:
+            if cuts not in self._bases:
+                self._bases[cuts] = self._base(stages)
+            (preference, more), count = choice, self._microbatches
+            times = [
+                replace(item, cap=count if more is None else min(count, item.cap + more))
+                for item in self._bases[cuts]
+            ]
+            self._orders[key] = timed_order(times, count, preference)
+        return self._orders[key]
+
+    def quickest(self, stages: tuple[StageChoice, ...]) -> list[_Choice]:
+        """All choices, from the one with the shortest order on."""
+        return sorted(_CHOICES, key=lambda choice: self.seconds(stages, choice))
+
+    def moved(self, stages: tuple[StageChoice, ...], choice: _Choice, *, most: int) -> tuple[StageChoice, ...]:
+        """The stages after all moves that pay, first of many units at once, then of fewer, at last of one."""
+        best, most = self.seconds(stages, choice), len(self._orders) + most
+        units = len(self._start.chain)
+        step = max(1, units // (2 * len(stages)))
+        while step:
+            before = best
+            for move in _moves(len(stages), step):
+                trial = _moved(stages, move)
+                if trial is None:
+                    continue
+                if len(self._orders) >= most:
+                    return stages
+                seconds = self.seconds(trial, choice)
+                if seconds < best * (1 - _GAINS):
+                    best, stages = seconds, trial
+            if best == before:
+                step //= 2
+        return stages
+
+    def _base(self, stages: tuple[StageChoice, ...]) -> list[StageTimes]:
+        """What an order of these stages is made for, with the least K."""
+        chain, hardware = self._start.chain, self._hardware
+        cluster, count = hardware.cluster, self._microbatches
+        costs = stage_costs(replace(self._start, stages=stages), hardware)
+        caps = least_caps(chain, stages, count, hardware)
+        found = []
+        for index, (stage, cap) in enumerate(zip(stages, caps, strict=True)):
+            bytes_ = live_bytes(chain, stage, hardware)
+            ahead = back = 0.0
+            if index + 1 < len(stages):
+                link = cluster.link(stage.accelerators[0], stages[index + 1].accelerators[0])
+                ahead = costs.send_forward[index] / link.bandwidth + link.latency
+            if index:
+                link = cluster.link(stage.accelerators[0], stages[index - 1].accelerators[0])
+                back = costs.send_backward[index - 1] / link.bandwidth + link.latency
+            first, second = costs.input_gradient[index], costs.weight_gradient[index]
+            if second < WORTH_WAITING * (costs.forward[index] + first + second):
+                first, second = costs.backward[index], 0.0
+            found.append(
+                StageTimes(
+                    forward=costs.forward[index],
+                    input_gradient=first,
+                    weight_gradient=second,
+                    send_forward=ahead,
+                    send_backward=back,
+                    cap=cap,
+                    live=bytes_.each,
+                    delayed=bytes_.delayed,
+                    tail=costs.update[index],
+                    room=bytes_.room - _SPARED * cluster.type_of(stage.accelerators[0]).memory,
+                )
+            )
+        return found
+
+
+def _moves(stages: int, step: int) -> Iterator[list[int]]:
+    """By how many units each cut goes on: one of them, or several neighbouring ones, forth or back."""
+    for first, last in itertools.combinations_with_replacement(range(stages - 1), 2):
+        for by in (-step, step):
+            yield [by if first <= index <= last else 0 for index in range(stages)]
+
+
+def _moved(stages: Sequence[StageChoice], move: Sequence[int]) -> tuple[StageChoice, ...] | None:
+    """None where a stage would have nothing left."""
+    cuts = [stage.last + by for stage, by in zip(stages, move, strict=True)]
+    stay = all(before < after for before, after in itertools.pairwise([-1, *cuts]))
+    return with_cuts(stages, cuts) if stay else None

@@ -1,0 +1,1 @@
+"""The optimal contiguous partition, by dynamic programming and branch and bound."""

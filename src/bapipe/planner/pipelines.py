@@ -1,0 +1,399 @@
+"""Pipeline candidates: for one micro-batch size and one family of schedules, cut the chain and fit the caps."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from bapipe.costs.segments import Chain
+from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.hardware.cluster import Cluster, Link
+from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
+from bapipe.planner.inflight_caps import declining_caps, least_caps, live_bytes, weight_delays
+from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
+from bapipe.planner.partition.exact.solve import solve
+from bapipe.planner.partition.paper.straight_cuts import starts
+from bapipe.schedule.actions import Schedule
+from bapipe.schedule.generators import SCHEDULES, capped, interleaved
+from bapipe.schedule.zero_bubble import zero_bubble
+
+__all__ = [
+    "FAMILIES",
+    "MOST_TYPES",
+    "Family",
+    "build",
+    "families_for",
+    "interleaved_candidate",
+    "optimal",
+    "require_layers",
+    "straight_stages",
+    "with_cuts",
+]
+
+MOST_TYPES = 3
+"""accelerator types that the exact partition orders freely; with more, the cluster's own order is kept"""
+_CLOSER_LOOKS = 5
+"""times that the exact partition is asked again with less memory where its answer turns out not to fit"""
+_KEPT_FORWARDS = 100_000
+"""stages · micro-batches up to which a schedule is kept for the next candidate of its shape"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A schedule as the planner sees it before the stages are known."""
+
+    schedule: str
+    live: Literal["behind", "twice", "double", "all"]
+    """micro-batches between a stage's forward and the backward that the stage before waits for: one or two for
+    each accelerator from it to the end, two less one, or all M"""
+    delayed: bool = False
+    """whether weight gradients wait so long that every stage holds as many micro-batches as the first"""
+    communication: Literal["overlapped", "exposed"] = "overlapped"
+    recompute: Literal["never", "allowed", "always"] = "never"
+    replicas: bool = False
+    """whether stages may be replicated"""
+    cap: int | None = None
+    """K of the first stage, where it is asked for, of 1f1b: see `declining_caps`"""
+
+    def inflight(self, behind: int, ranks: int, microbatches: int) -> int:
+        """Micro-batches at a stage with so many accelerators from it to the end, of so many in all."""
+        if self.cap is not None:
+            line = 1 - (1 - self.cap) * (behind - 1) // (ranks - 1) if ranks > 1 else self.cap
+            return max(1, min(line, microbatches))
+        live = {
+            "behind": behind,
+            "twice": 2 * behind,
+            "double": 2 * behind - 1,
+            "all": microbatches,
+        }[self.live]
+        return max(1, min(live, microbatches))
+
+    def waiting(self, behind: int, ranks: int, microbatches: int) -> int:
+        """Micro-batches there that only wait for their weight gradients."""
+        if not self.delayed:
+            return 0
+        return self.inflight(ranks, ranks, microbatches) - self.inflight(behind, ranks, microbatches)
+
+    def straight(self) -> Family:
+        """The same without replicated stages."""
+        return replace(self, replicas=False)
+
+    @property
+    def label(self) -> str:
+        cap = "" if self.cap is None else f" with K = {self.cap}"
+        return self.schedule + (" with recomputation" if self.recompute == "always" else cap)
+
+
+FAMILIES = {
+    "1f1b-sno": Family(schedule="1f1b-sno", live="behind", communication="exposed", replicas=True),
+    "1f1b-so": Family(schedule="1f1b-so", live="twice", replicas=True),
+    "1f1b": Family(schedule="1f1b", live="behind", recompute="allowed", replicas=True),
+    "gpipe": Family(schedule="gpipe", live="all"),
+    "gpipe+R": Family(schedule="gpipe", live="all", recompute="always"),
+    "zb": Family(schedule="zb", live="behind"),
+    "zb-h1": Family(schedule="zb-h1", live="behind", delayed=True),
+    "zb-h2": Family(schedule="zb-h2", live="double", delayed=True),
+    "pipedream": Family(schedule="pipedream", live="behind", communication="exposed"),
+    "1f1b-as": Family(schedule="1f1b-as", live="behind"),
+    "fbp-as": Family(schedule="fbp-as", live="twice"),
+}
+
+
+def families_for(
+    cluster: Cluster, *, paper: bool, wanted: str | None = None, cap: int | None = None
+) -> dict[str, Family]:
+    """The families that the cluster's execution allows: asynchronous ones only if every accelerator is.
+
+    `wanted` is the schedule that is asked for, if one is, and `cap` 1f1b's K.
+    """
+    kinds = {cluster.type_of(index).execution for index in range(len(cluster))}
+    if kinds == {"asynchronous"}:
+        return {name: FAMILIES[name] for name in ("1f1b-as", "fbp-as")}
+    if paper:
+        straight = ("1f1b-sno", "1f1b-so")
+        return {name: FAMILIES[name].straight() for name in straight}
+    # PipeDream trains another way, with stale weights: it is for comparison and must be asked for.
+    return {
+        name: replace(family, cap=cap if name == "1f1b" else None)
+        for name, family in FAMILIES.items()
+        if not name.endswith("-as") and (name != "pipedream" or name == wanted)
+    }
+
+
+def optimal(
+    chain: Chain,
+    hardware: Hardware,
+    family: Family,
+    microbatches: int,
+    *,
+    num_stages: int | None = None,
+    use_all: bool = False,
+    replicas: bool = False,
+    unlimited: bool = False,
+    fast_links: bool = True,
+) -> list[StageChoice]:
+    """The optimal stages for a family of schedules (see `bapipe.planner.partition.exact.solve`); raises InfeasibleError.
+
+    With `unlimited`, those without replicas if memory did not matter.
+    """
+    cluster = hardware.cluster
+    types = chain.types
+    counts = [sum(item.type == name for item in cluster.accelerators) for name in types]
+    order = None
+    if cluster.topology == "chain" or len(types) > MOST_TYPES:
+        order = tuple(types.index(item.type) for item in cluster.accelerators)
+    total = len(cluster)
+    link = cluster.within if fast_links or cluster.between is None else cluster.between
+    width = total if replicas and family.replicas and num_stages is None else 1
+    capacity = [cluster.types[name].memory for name in types]
+    if unlimited:
+        solution = _solve_unlimited(
+            chain, tuple(counts), order, link, microbatches, family.recompute, family.communication, num_stages
+        )
+        return _assign(cluster, types, solution)
+    boundary = 2 * float(max(chain.boundary_forward.max(initial=0), chain.boundary_backward.max(initial=0)))
+    problem = Problem.unlimited(
+        forward=chain.forward,
+        backward=chain.backward,
+        counts=counts,
+        order=order,
+        send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
+        send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
+        duplex_half=link.duplex == "half",
+        weights_bytes=chain.weight_bytes * hardware.static_copies(),
+        stash_bytes=chain.stash,
+        input_bytes=chain.input_bytes,
+        gradient_bytes=chain.weight_bytes,
+        capacity=np.array(capacity),
+        overhead=np.full(len(types), chain.workspace + min(boundary, 0.02 * min(capacity))),
+        microbatches=microbatches,
+        inflight=np.array([_held(chain, family, d, num_stages or total, microbatches) for d in range(total + 1)]),
+        max_replicas=width,
+        reduce_rate=np.array([all_reduce_time(cluster, tuple(range(r)), 1.0) for r in range(width + 1)]),
+        update=chain.update,
+        recompute=family.recompute,
+        num_stages=num_stages,
+        use_all=use_all and num_stages is None,
+        count_communication=family.communication,
+    )
+    stages = first = _assign(cluster, types, solve(problem, explained=False))
+    times = 1
+    for _ in range(_CLOSER_LOOKS):
+        lacking = _lacking(chain, stages, family, microbatches, hardware)
+        if not any(lacking.values()):
+            return stages
+        more = np.ceil([times * lacking.get(name, 0.0) for name in types]).astype(np.int64)
+        problem = replace(problem, overhead=problem.overhead + more)
+        before = stages
+        try:
+            stages = _assign(cluster, types, solve(problem, explained=False))
+        except InfeasibleError:
+            break
+        times = 2 * times if stages == before else 1
+    return first
+
+
+def _held(chain: Chain, family: Family, behind: int, ranks: int, microbatches: int) -> int:
+    """Micro-batches at a stage, as if all were live: one that waits for weight gradients counts as it weighs."""
+    live, waiting = (count(behind, ranks, microbatches) for count in (family.inflight, family.waiting))
+    whole = float(chain.stash.sum())
+    return live if not waiting or whole <= 0 else live + math.ceil(waiting * float(chain.delayed.sum()) / whole)
+
+
+def _lacking(
+    chain: Chain, stages: Sequence[StageChoice], family: Family, microbatches: int, hardware: Hardware
+) -> dict[str, float]:
+    """Bytes that some stage on each type of accelerator lacks.
+
+    The exact partition adds up layers, so it counts neither what a stage keeps of what it has sent, nor messages
+    under way, nor the least a layer needs beside the others' features; those depend on where stages end.
+    """
+    cluster = hardware.cluster
+    ranks = sum(len(stage.accelerators) for stage in stages)
+    behind, lacking = ranks, dict.fromkeys(chain.types, 0.0)
+    for stage in stages:
+        kind, count = cluster.accelerators[stage.accelerators[0]].type, len(stage.accelerators)
+        live = -(-family.inflight(behind, ranks, microbatches) // count)
+        waiting = family.waiting(behind, ranks, microbatches)
+        behind -= count
+        found = live_bytes(chain, stage, hardware)
+        lacking[kind] = max(lacking[kind], live * found.each + waiting * found.delayed - found.room)
+    return lacking
+
+
+@functools.lru_cache(maxsize=8)
+def _solve_unlimited(
+    chain: Chain,
+    counts: tuple[int, ...],
+    order: tuple[int, ...] | None,
+    link: Link,
+    microbatches: int,
+    recompute: Recompute,
+    communication: Communication,
+    num_stages: int | None,
+) -> Solution:
+    """The optimum without replicas if memory did not matter: then families differ in little."""
+    return solve(
+        Problem.unlimited(
+            forward=chain.forward,
+            backward=chain.backward,
+            counts=counts,
+            order=order,
+            send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
+            send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
+            duplex_half=link.duplex == "half",
+            gradient_bytes=chain.weight_bytes,
+            microbatches=microbatches,
+            update=chain.update,
+            recompute=recompute,
+            num_stages=num_stages,
+            count_communication=communication,
+        )
+    )
+
+
+def _assign(cluster: Cluster, types: Sequence[str], solution: Solution) -> list[StageChoice]:
+    """Concrete accelerators: along a chain the run that matches; else the next free ones, nodes kept together."""
+    stages = [
+        (stage.first_layer, stage.last_layer, types[stage.type], stage.replicas, stage.recompute)
+        for stage in solution.stages
+    ]
+    wanted = [kind for _, _, kind, count, _ in stages for _ in range(count)]
+    kinds = [item.type for item in cluster.accelerators]
+    if cluster.topology == "chain":
+        offset = next(at for at in range(len(kinds)) if kinds[at : at + len(wanted)] == wanted)
+        taken = list(range(offset, offset + len(wanted)))
+    else:
+        taken, free = [], list(range(len(kinds)))
+        for kind in wanted:
+            node = cluster.accelerators[taken[-1]].node if taken else None
+            options = [index for index in free if kinds[index] == kind]
+            near = [index for index in options if cluster.accelerators[index].node == node]
+            taken.append((near or options)[0])
+            free.remove(taken[-1])
+    choices, at = [], 0
+    for first, last, _, count, recompute in stages:
+        members = tuple(taken[at : at + count])
+        at += count
+        choices.append(StageChoice(first=first, last=last, accelerators=members, recompute=recompute))
+    return choices
+
+
+def straight_stages(cuts: Sequence[int], accelerators: Sequence[int]) -> list[StageChoice]:
+    """Stages from last units, one accelerator each."""
+    return [
+        StageChoice(first=first, last=last, accelerators=(index,))
+        for first, last, index in zip(starts(cuts), cuts, accelerators, strict=True)
+    ]
+
+
+def with_cuts(stages: Sequence[StageChoice], cuts: Sequence[int]) -> tuple[StageChoice, ...]:
+    """The same stages with these last units."""
+    return tuple(
+        replace(stage, first=first, last=last)
+        for stage, first, last in zip(stages, starts(cuts), cuts, strict=True)
+    )
+
+
+def require_layers(chain: Chain, stages: int) -> None:
+    """Refuse more stages than there are layers to cut between."""
+    if stages > len(chain):
+        raise BaPipeError(
+            f"{stages} stages need at least {stages} layers, {chain.profile.model.name} has {len(chain)}; "
+            "lower --stages"
+        )
+
+
+def build(
+    chain: Chain, stages: Sequence[StageChoice], family: Family, microbatches: int, hardware: Hardware
+) -> Candidate:
+    """The candidate that runs these stages under the family's schedule.
+
+    1f1b takes the K that is asked for; else it and zb the least with which no transfer delays them, less where
+    memory does not allow so many; zb then puts weight gradients off as long as memory allows.
+    """
+    counts = [len(stage.accelerators) for stage in stages]
+    caps: list[int] | None = None
+    delays: list[int] | None = None
+    if family.schedule in ("1f1b", "zb"):
+        caps = (
+            least_caps(chain, stages, microbatches, hardware)
+            if family.cap is None
+            else declining_caps(family.cap, counts, microbatches)
+        )
+    if family.schedule == "zb":
+        assert caps is not None
+        delays = weight_delays(chain, stages, caps, hardware)
+    schedule = _schedule(family, counts, microbatches, caps, delays)
+    shape = f"{len(stages)} stages" if max(counts) == 1 else "stages " + "-".join(map(str, counts))
+    again = sum(stage.recompute for stage in stages)
+    label = f"{family.label}, {shape}"
+    if again and family.recompute != "always":
+        label += f", {again} recomputing"
+    return Candidate(label=label, chain=chain, stages=tuple(stages), schedule=schedule)
+
+
+def _schedule(
+    family: Family, counts: list[int], microbatches: int, caps: list[int] | None, delays: list[int] | None
+) -> Schedule:
+    behind = [sum(counts[stage:]) for stage in range(len(counts))]
+    if caps is None and family.schedule in ("1f1b-sno", "1f1b-so", "1f1b-as", "gpipe"):
+        caps = [family.inflight(ranks, sum(counts), microbatches) for ranks in behind]
+    own = None if caps is None or family.schedule == "fbp-as" else tuple(caps)
+    few = len(counts) * microbatches <= _KEPT_FORWARDS
+    return (_make_schedule if few else _make_schedule.__wrapped__)(
+        family.schedule, tuple(counts), microbatches, own, None if delays is None else tuple(delays)
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _make_schedule(
+    name: str,
+    counts: tuple[int, ...],
+    microbatches: int,
+    caps: tuple[int, ...] | None,
+    delays: tuple[int, ...] | None,
+) -> Schedule:
+    """A family tries many cuts of one shape in a row; their schedule, and its lowering, is the same."""
+    if caps is None:
+        return SCHEDULES[name](len(counts), microbatches)
+    if delays is not None:
+        return zero_bubble(len(counts), microbatches, caps, delays=delays)
+    sending: Literal["cut-through", "after-compute"] = "cut-through" if name.endswith("-as") else "after-compute"
+    return capped(len(counts), microbatches, caps, name=name, replicas=counts, sending=sending)
+
+
+def interleaved_candidate(
+    chain: Chain, hardware: Hardware, microbatches: int, *, ranks: int, virtual: int
+) -> Candidate:
+    """Interleaved 1F1B on alike accelerators: N·v balanced stages dealt round-robin; raises if that cannot be."""
+    cluster = hardware.cluster
+    if len(chain.types) > 1 or cluster.topology == "chain":
+        raise BaPipeError("interleaving needs alike accelerators, each connected to any other")
+    if ranks * virtual > len(chain):
+        raise InfeasibleError(f"{ranks * virtual} stages need as many layers, got {len(chain)}")
+    link = cluster.within
+    problem = Problem.unlimited(
+        forward=chain.forward,
+        backward=chain.backward,
+        counts=[ranks * virtual],
+        microbatches=microbatches,
+        send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
+        send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
+        num_stages=ranks * virtual,
+    )
+    stages = tuple(
+        StageChoice(first=stage.first_layer, last=stage.last_layer, accelerators=(index % ranks,))
+        for index, stage in enumerate(solve(problem).stages)
+    )
+    return Candidate(
+        label=f"interleaved, {ranks} accelerators with {virtual} stages each",
+        chain=chain,
+        stages=stages,
+        schedule=interleaved(ranks, microbatches, virtual=virtual),
+    )

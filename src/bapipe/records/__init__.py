@@ -1,0 +1,1 @@
+"""What BaPipe writes down: plans and runs."""

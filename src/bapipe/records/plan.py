@@ -1,0 +1,161 @@
+"""Plan: all that a run needs — cluster, partition, schedule — and what was predicted of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bapipe.errors import BaPipeError
+from bapipe.hardware.cluster import Cluster
+from bapipe.io.files import dump_json, read_versioned, write_text
+from bapipe.models.layers import ModelRef
+from bapipe.records.fpga_deployment import Deployment
+from bapipe.schedule.schedule_file import ScheduleFile
+
+__all__ = ["PLAN_SCHEMA", "LayerPart", "Plan", "PlanStage", "Prediction", "Rival", "read_plan", "write_plan"]
+
+PLAN_SCHEMA = "bapipe.plan/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPart:
+    """The channels [start, stop) of a layer that is split between stages."""
+
+    layer: int
+    start: int
+    stop: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStage:
+    """One piece of the partition, what it costs, and where it runs."""
+
+    accelerators: tuple[str, ...]
+    """one name per replica"""
+    first_layer: int
+    last_layer: int
+    """inclusive"""
+    layers: tuple[str, ...]
+    """names, first to last"""
+    fractions: tuple[LayerPart, ...] = ()
+    """layers of which this stage has only a part"""
+    recompute: bool = False
+    forward: float
+    """seconds per micro-batch"""
+    backward: float
+    weight_gradient: float
+    """seconds of the backward that are the weight gradient; all of it at a first stage, which sends no error on"""
+    parting: float = 0.0
+    """seconds more that it takes where it is put off"""
+    update: float = 0.0
+    all_reduce: float = 0.0
+    send_forward_bytes: float
+    """per micro-batch to the next stage"""
+    send_backward_bytes: float
+    """per micro-batch to the previous stage"""
+    weight_bytes: float
+    memory_bytes: float
+    """peak: weights, gradients, optimizer state, live features, workspace"""
+    memory_capacity: float
+    peak_features: float
+    """micro-batches live at once on each replica"""
+    stash_bytes: float | None = None
+    """per live micro-batch: what backward keeps, received and sent values included; None: not told"""
+    kept_bytes: float | None = None
+    """per live micro-batch where the stage recomputes, until it does"""
+    delayed_bytes: float | None = None
+    """per micro-batch from its input gradient to its weight gradient; None: as the stash"""
+    buffer_bytes: float | None = None
+    """messages under way"""
+    workspace_bytes: float | None = None
+    """most that a layer needs for a moment"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of one mini-batch."""
+
+    time: float
+    throughput: float
+    """samples per second"""
+    bubble: float
+    exposed_communication: float
+    """seconds, on the rank that waits most"""
+    lower_bound: float
+    """seconds: perfect split of the mini-batch by equation (1), no communication"""
+    gap: float
+    """time / lower_bound − 1"""
+    source: str
+    """measured, analytic, …: where the profile's figures come from"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """Another way that was considered, and why it lost."""
+
+    name: str
+    time: float | None
+    """seconds per mini-batch; None: it does not fit"""
+    memory_bytes: float
+    """on the fullest accelerator"""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The cluster, the stages, the orders and the prediction; versioned as plan.json."""
+
+    schema: str = PLAN_SCHEMA
+    kind: Literal["pipeline", "data-parallel", "hybrid"]
+    model: ModelRef
+    profile_hash: str
+    cluster: Cluster
+    dtype: str
+    optimizer: str
+    strategy: str
+    microbatch_size: int
+    microbatches: int
+    minibatch: int
+    stages: tuple[PlanStage, ...]
+    schedule: ScheduleFile
+    prediction: Prediction
+    rivals: tuple[Rival, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    deployment: Deployment | None = None
+    """what each FPGA is built with; None for other accelerators"""
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise BaPipeError("a plan needs at least one stage; plan again")
+        names = {accelerator.name for accelerator in self.cluster.accelerators}
+        for index, stage in enumerate(self.stages):
+            unknown = [name for name in stage.accelerators if name not in names]
+            if unknown:
+                raise BaPipeError(f"stage {index} runs on '{unknown[0]}', which the cluster lacks; plan again")
+        if len(self.stages) != self.schedule.stages:
+            raise BaPipeError(
+                f"the plan has {len(self.stages)} stages but its schedule {self.schedule.stages}; plan again"
+            )
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Accelerator of each rank: the stages' accelerators in order, each once."""
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.accelerators))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from bapipe.reporting.html.notebook import plan_html
+
+        return plan_html(self)
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The one reader of plan.json."""
+    return read_versioned(Plan, path, schema=PLAN_SCHEMA)
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Write plan.json; the same plan gives the same bytes."""
+    write_text(path, dump_json(plan))

@@ -1,0 +1,1 @@
+"""A plan, and a run of it, as one HTML page."""

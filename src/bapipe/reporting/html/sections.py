@@ -1,0 +1,382 @@
+"""The report's sections as HTML: words, tables and charts of a plan, each from pure data.
+
+Every figure stands in a <data> element whose value is the exact number; its text is that number for people. All
+text that comes from a model or a file is escaped and cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapipe.analysis.predicted_measured import Comparison, MemoryPair, Pair
+from bapipe.planner.partition.paper.step_record import Step
+from bapipe.records.plan import Plan, PlanStage, Rival
+from bapipe.reporting.charts.alternatives import pareto_front, rivals_chart
+from bapipe.reporting.charts.balance import balance_chart, balance_of
+from bapipe.reporting.charts.frame import Chart, safe
+from bapipe.reporting.charts.layer_costs import layers_chart, stages_chart
+from bapipe.reporting.charts.rank_memory import memory_chart
+from bapipe.reporting.html.board_section import boards_section
+from bapipe.reporting.html.elements import counted, figure, picture, seconds, section, share, size, table
+from bapipe.reporting.html.layer_view import LayerView
+from bapipe.reporting.html.memory_view import MemoryView
+from bapipe.reporting.terminal.plan_table import answer
+from bapipe.simulator.timeline import Timeline
+from bapipe.units import format_throughput
+
+__all__ = ["MOST_ROWS", "Subject", "charts_of", "sections_html", "why_not_the_others"]
+
+MOST_ROWS = 200
+"""rows of a table; further layers or rivals are counted, not listed"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject:
+    """What a report is about, worked out once for all its sections."""
+
+    plan: Plan
+    predicted: Timeline
+    memory: MemoryView
+    layers: LayerView | None = None
+    """None: the profile is not at hand"""
+    steps: tuple[Step, ...] = ()
+    """of the exploration, where they are known"""
+    comparison: Comparison | None = None
+    """None: nothing was run"""
+
+
+def charts_of(subject: Subject) -> list[Chart]:
+    """Every picture but the timeline."""
+    plan, found = subject.plan, subject.comparison
+    measured = None if found is None else balance_of(plan, found.measured)
+    return [
+        balance_chart(balance_of(plan, subject.predicted), measured=measured),
+        memory_chart(subject.memory, time=subject.predicted.makespan),
+        stages_chart(plan) if subject.layers is None else layers_chart(subject.layers),
+        rivals_chart(plan),
+    ]
+
+
+def why_not_the_others(plan: Plan) -> str:
+    """The fastest rival and why it lost, and how many do not fit."""
+    timed = [rival for rival in plan.rivals if rival.time is not None]
+    misfits = len(plan.rivals) - len(timed)
+    if not plan.rivals:
+        return "No rival was considered."
+    none = f"{'it does' if misfits == 1 else 'they do'} not fit"
+    if not timed:
+        return f"Of {counted(len(plan.rivals), 'rival')} none is possible: {none}."
+    nearest = min(timed, key=lambda rival: rival.time or 0.0)
+    tail = "" if not misfits else f" {counted(misfits, 'rival')} would not fit."
+    return f"The fastest of {counted(len(plan.rivals), 'rival')}, {nearest.name}: {nearest.reason}.{tail}"
+
+
+def sections_html(subject: Subject) -> str:
+    """All sections in order; the timeline's canvas is empty until the page's script draws it."""
+    charts = {chart.name: chart for chart in charts_of(subject)}
+    parts = [
+        _head(subject),
+        _timeline(subject),
+        _balance(subject, charts["balance"]),
+        _memory(subject, charts["memory"]),
+        boards_section(subject.plan),
+        _layers(subject, charts["layers"]),
+        _rivals(subject.plan, charts["rivals"]),
+        _exploration(subject),
+        _comparison(subject),
+        _about(subject.plan),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _head(subject: Subject) -> str:
+    plan, prediction = subject.plan, subject.plan.prediction
+    throughput, unit = prediction.throughput, ' <span class="unit">samples/s</span>'
+    sentence = answer(plan).removeprefix(f"{plan.model.name}: ")
+    tiles = [
+        ("time per mini-batch", "time", seconds(prediction.time)),
+        ("throughput", "throughput", figure(throughput, format_throughput(throughput)) + unit),
+        ("over the lower bound", "gap", share(prediction.gap)),
+        ("lower bound", "lower_bound", seconds(prediction.lower_bound)),
+        ("bubble", "bubble", share(prediction.bubble)),
+        (
+            "longest wait for transfers",
+            "exposed_communication",
+            seconds(prediction.exposed_communication),
+        ),
+    ]
+    if subject.comparison is not None:
+        time = subject.comparison.time
+        tiles.insert(1, ("measured time", "measured", seconds(time.measured) + _error(time)))
+    shown = "".join(f'<div><dt>{name}</dt><dd id="figure-{key}">{value}</dd></div>' for name, key, value in tiles)
+    measured = prediction.source == "measured"
+    badge = "from a measured profile" if measured else f"times are {prediction.source}, not measured"
+    return (
+        f'<header><h1>{safe(plan.model.name, 80)}</h1><p class="answer" id="answer">Run {safe(sentence, 400)}.</p>'
+        f'<p id="why">{safe(why_not_the_others(plan), 500)} <span class="badge">{safe(badge, 80)}</span></p>'
+        f'<dl class="tiles">{shown}</dl></header>'
+    )
+
+
+def _timeline(subject: Subject) -> str:
+    both = subject.comparison is not None
+    choices = (("both", "predicted and measured"), ("predicted", "predicted"), ("measured", "measured"))
+    options = "".join(f'<option value="{value}">{words}</option>' for value, words in choices)
+    shown = f'<label>show <select id="timeline-shown">{options}</select></label>' if both else ""
+    return section(
+        "timeline",
+        "Timeline",
+        '<div class="controls" id="timeline-controls">'
+        '<span class="buttons"><button type="button" id="zoom-in" aria-label="zoom in">+</button>'
+        '<button type="button" id="zoom-out" aria-label="zoom out">−</button>'
+        '<button type="button" id="zoom-all">whole</button></span>'
+        f"{shown}"
+        '<label>micro-batch <input id="highlight" type="number" min="0" '
+        f'max="{subject.plan.microbatches - 1}" placeholder="all"></label></div>',
+        '<div id="timeline-view" class="view" tabindex="0" role="application" aria-label="pipeline timeline" '
+        'aria-describedby="timeline-keys"><canvas id="timeline-canvas"></canvas>'
+        '<div id="tip" class="tip" hidden></div></div>',
+        '<output id="readout" class="readout" aria-live="polite">Point at an action, or press the arrow keys.'
+        "</output>",
+        '<div id="timeline-legend" class="legend"></div>',
+        '<p class="soft" id="merged" hidden>Actions too narrow to be seen are merged: heights are shares of the '
+        "time. Zoom in to see each.</p>",
+        '<p class="soft" id="timeline-keys">Drag to pan, Ctrl and wheel or pinch to zoom, click to follow a '
+        f"micro-batch. Keys: {_keys()}.</p>",
+        "<noscript><p>The timeline needs JavaScript; everything else is here.</p></noscript>",
+    )
+
+
+def _keys() -> str:
+    """The timeline's keys and what they do; no line breaks within one."""
+    keys = (
+        ("← →", "pan"),
+        ("+ −", "zoom"),
+        ("0", "whole"),
+        ("↑ ↓", "rank"),
+        (", .", "previous and next action"),
+        ("Esc", "clear"),
+    )
+    shown = []
+    for pressed, done in keys:
+        caps = " ".join(f"<kbd>{key}</kbd>" for key in pressed.split())
+        shown.append(f'<span class="whole">{caps} {done}</span>')
+    return ", ".join(shown)
+
+
+def _layer_range(stage: PlanStage) -> str:
+    if len(stage.layers) == 1:
+        return f"{stage.first_layer} {safe(stage.layers[0], 48)}"
+    names = f"{safe(stage.layers[0], 32)} … {safe(stage.layers[-1], 32)}"
+    return f"{stage.first_layer}–{stage.last_layer} {names}"
+
+
+def _balance(subject: Subject, chart: Chart) -> str:
+    plan, timeline = subject.plan, subject.predicted
+    busy, exposed, time = timeline.busy(), timeline.exposed_communication(), timeline.time
+    rank_of = {name: rank for rank, name in enumerate(plan.ranks)}
+    balance = balance_of(plan, timeline)
+    slowest = max(range(len(plan.stages)), key=balance.totals.__getitem__)
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        rank = rank_of[stage.accelerators[0]]
+        more = "" if len(stage.accelerators) == 1 else f" … ×{len(stage.accelerators)}"
+        rows.append(
+            [
+                str(number),
+                safe(stage.accelerators[0]) + more,
+                _layer_range(stage) + (" (recomputes)" if stage.recompute else ""),
+                seconds(stage.forward),
+                seconds(stage.backward),
+                figure(stage.peak_features, f"{stage.peak_features:g}"),
+                share(busy[rank] / time if time > 0 else 0.0),
+                seconds(exposed[rank]),
+            ]
+        )
+    headers = ["stage", "on", "layers", "forward", "backward", "live", "busy", "waits"]
+    words = (
+        f"Stage {slowest} is the slowest; the stages' mean is {balance.mean_over_slowest:.1%} of it, "
+        "where 100% is perfect balance."
+    )
+    return section(
+        "balance", "Stage balance", f"<p>{words}</p>", picture(chart), table("stages", headers, rows, words=3)
+    )
+
+
+def _memory(subject: Subject, chart: Chart) -> str:
+    rows = []
+    for number, stage in enumerate(subject.plan.stages):
+        rank = next(rank for rank in subject.memory.ranks if number in rank.stages)
+        rows.append(
+            [
+                str(number),
+                size(stage.memory_bytes),
+                size(stage.memory_capacity),
+                size(stage.weight_bytes),
+                size(rank.gradients),
+                size(rank.optimizer),
+                size(rank.buffers),
+                size(rank.peak_features),
+            ]
+        )
+    headers = ["stage", "peak", "capacity", "weights", "gradients", "optimizer", "buffers", "features at most"]
+    shared = any(len(rank.stages) > 1 for rank in subject.memory.ranks)
+    words = (
+        "<p>Gradients, optimizer, buffers and features are those of the stage's whole rank.</p>" if shared else ""
+    )
+    return section("memory", "Memory", picture(chart), words, table("memory", headers, rows))
+
+
+def _layers(subject: Subject, chart: Chart) -> str:
+    view = subject.layers
+    if view is None:
+        words = (
+            "<p>plan.json holds the stages' sums; <code>bapipe report plan.json --profile profile.json</code> "
+            "shows every layer.</p>"
+            if subject.plan.deployment is None
+            else "<p>The sums of the stages; plan.json lists the modules of every layer.</p>"
+        )
+        return section("layers", "Layers and cuts", words, picture(chart), _cut_table(subject.plan))
+    rows = [
+        [
+            str(layer.index),
+            safe(layer.name, 48),
+            ", ".join(str(stage) for stage in layer.stages),
+            seconds(layer.forward),
+            seconds(layer.backward),
+            size(layer.weight_bytes),
+            size(layer.boundary_forward),
+            size(layer.stash),
+        ]
+        for layer in view.layers[:MOST_ROWS]
+    ]
+    headers = ["layer", "name", "stage", "forward", "backward", "weights", "would cross", "kept for backward"]
+    more = len(view.layers) - len(rows)
+    tail = f"<p>and {counted(more, 'more layer')}</p>" if more else ""
+    details = (
+        f"<details><summary>{counted(len(view.layers), 'layer')} in numbers</summary>"
+        f"{table('layer', headers, rows, words=3)}{tail}</details>"
+    )
+    return section("layers", "Layers and cuts", picture(chart), _cut_table(subject.plan), details)
+
+
+def _cut_table(plan: Plan) -> str:
+    rows = [
+        [
+            f"{number} → {number + 1}",
+            safe(stage.layers[-1], 48),
+            size(stage.send_forward_bytes),
+            size(plan.stages[number + 1].send_backward_bytes),
+        ]
+        for number, stage in enumerate(plan.stages[:-1])
+    ]
+    return table("cuts", ["cut", "after", "sends forward", "sends back"], rows, words=2) if rows else ""
+
+
+def _rivals(plan: Plan, chart: Chart) -> str:
+    memory = max(stage.memory_bytes for stage in plan.stages)
+    everyone = [
+        Rival(name=f"{plan.schedule.name} (this plan)", time=plan.prediction.time, memory_bytes=memory, reason=""),
+        *plan.rivals,
+    ]
+    timed = [number for number, rival in enumerate(everyone) if rival.time is not None]
+    points = [(everyone[number].time or 0.0, everyone[number].memory_bytes) for number in timed]
+    front = {timed[index] for index in pareto_front(points)}
+    rows = [
+        [
+            str(number),
+            safe(rival.name, 80),
+            safe(rival.reason, 160),
+            "–" if rival.time is None else seconds(rival.time),
+            size(rival.memory_bytes),
+            "✓" if number in front else "",
+        ]
+        for number, rival in enumerate(everyone[: MOST_ROWS + 1])
+    ]
+    more = len(everyone) - len(rows)
+    tail = f"<p>and {counted(more, 'more rival')} in plan.json</p>" if more else ""
+    if any(note.startswith("space of the paper") for note in plan.notes):
+        tail += (
+            "<p>In the space of the paper data parallelism updates after fewer samples: its time is of its own "
+            "mini-batch, and the reason compares throughput.</p>"
+        )
+    headers = ["#", "way", "why not", "time", "memory", "Pareto"]
+    return section("rivals", "Rivals", picture(chart), table("rivals", headers, rows, words=3), tail)
+
+
+def _exploration(subject: Subject) -> str:
+    notes = "".join(f"<li>{safe(note, 300)}</li>" for note in subject.plan.notes)
+    rows = [
+        [safe(step.name) + ("" if step.ran else " (skipped)"), safe(step.numbers, 300), safe(step.change, 300)]
+        for step in subject.steps
+    ]
+    headers = ["step", "on what numbers", "what it changed"]
+    steps = table("steps", headers, rows, words=3) if rows else ""
+    if not rows:
+        steps = '<p class="soft">The steps of the paper\'s exploration are shown by <code>--explain</code>.</p>'
+    return section("exploration", "How it was found", f"<ul>{notes}</ul>" if notes else "", steps)
+
+
+def _comparison(subject: Subject) -> str:
+    found = subject.comparison
+    if found is None:
+        return ""
+    stages = found.stages
+    straight = all(row.stage == row.rank for row in stages)
+    rows = []
+    for row in stages:
+        live = f"{row.live.predicted:g} → {row.live.measured:g}"
+        bubble = f"{share(row.bubble.predicted)} → {share(row.bubble.measured)}"
+        times = [_both(pair) for pair in (row.forward, row.backward, row.busy)]
+        where = [str(row.stage)] if straight else [str(row.stage), str(row.rank)]
+        rows.append([*where, *times, bubble, live, _memory_pair(row.memory)])
+    worst = max(stages, key=lambda row: abs(row.busy.error or 0.0))
+    words = (
+        f"<p>One mini-batch was predicted to take {seconds(found.time.predicted)} and took "
+        f"{seconds(found.time.measured)}{_error(found.time)}, from its first action to the end of its last; a "
+        f"step with the ranks' synchronisation took {seconds(found.step_seconds)} in the median. The busy time of "
+        f"rank {worst.rank} is furthest off. Errors are predicted over measured, less one.</p>"
+    )
+    whole = [row.memory.measured for row in stages if row.memory.source == "resident"]
+    peaks = [peak for peak in whole if peak is not None]
+    if peaks:
+        words += f"<p>The largest process held {size(float(max(peaks)))}, libraries and all.</p>"
+    where = ["stage"] if straight else ["stage", "rank"]
+    headers = [*where, "forward", "backward", "busy", "bubble", "live", "memory"]
+    return section("comparison", "Predicted → measured", words, table("comparison", headers, rows))
+
+
+def _memory_pair(pair: MemoryPair) -> str:
+    """Measured only where it counts what the prediction counts."""
+    if pair.measured is None or pair.source != "allocated":
+        return f"{size(pair.predicted)} → –"
+    error = "" if pair.error is None else f' <span class="error">({pair.error:+.0%})</span>'
+    return f"{size(pair.predicted)} → {size(float(pair.measured))}{error}"
+
+
+def _both(pair: Pair) -> str:
+    return f"{seconds(pair.predicted)} → {seconds(pair.measured)}{_error(pair)}"
+
+
+def _error(pair: Pair) -> str:
+    if pair.error is None:
+        return ""
+    return f' <span class="error">({pair.error:+.0%})</span>'
+
+
+def _about(plan: Plan) -> str:
+    kinds: dict[str, int] = {}
+    for accelerator in plan.cluster.accelerators:
+        kinds[accelerator.type] = kinds.get(accelerator.type, 0) + 1
+    cluster = ", ".join(f"{count} × {name}" for name, count in kinds.items())
+    facts = [
+        ("cluster", f"{plan.cluster.name}: {cluster}"),
+        ("schedule", plan.schedule.name),
+        ("mini-batch", f"{plan.minibatch} samples: {plan.microbatches} micro-batches of {plan.microbatch_size}"),
+        ("numbers", plan.dtype),
+        ("optimizer", plan.optimizer),
+        ("strategy", plan.strategy),
+        ("profile", f"{plan.profile_hash}, {plan.prediction.source}"),
+    ]
+    shown = "".join(f"<div><dt>{name}</dt><dd>{safe(value, 160)}</dd></div>" for name, value in facts)
+    return section("about", "The plan", f'<dl class="facts">{shown}</dl>')

@@ -1,0 +1,1 @@
+"""Plans, timelines and comparisons as text for a terminal."""

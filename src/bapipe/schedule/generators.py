@@ -1,0 +1,372 @@
+"""The orders BaPipe knows: from N stages and M micro-batches to a Schedule.
+
+Every synchronous-update 1F1B variant is one order with a cap K_i on the micro-batches live at stage i:
+`F × min(M, K_i − 1)`, then F and B in turn, then the remaining B. For N = 3, M = 4:
+
+    1f1b-sno  K = 3, 2, 1            1f1b-so  K = 6, 4, 2 (here cut to M = 4)
+    0  F0 F1 F2 B0 F3 B1 B2 B3       0  F0 F1 F2 F3 B0 B1 B2 B3
+    1     F0 F1 B0 F2 B1 F3 B2 B3    1     F0 F1 F2 F3 B0 B1 B2 B3
+    2        F0 B0 F1 B1 F2 B2 …     2        F0 F1 B0 F2 B1 F3 B2 B3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from bapipe.errors import BaPipeError, nearest
+from bapipe.schedule.actions import Concurrency, Kind, Lane, Schedule, Sending
+from bapipe.schedule.lane_builders import one_stage_lane, require_sizes
+from bapipe.schedule.replicas import replicated
+from bapipe.schedule.zero_bubble import zb_h1, zb_h2, zero_bubble
+
+__all__ = [
+    "SCHEDULES",
+    "Generator",
+    "capped",
+    "data_parallel",
+    "fbp_as",
+    "full_overlap_caps",
+    "gpipe",
+    "interleaved",
+    "make_schedule",
+    "one_f_one_b_as",
+    "one_f_one_b_sno",
+    "one_f_one_b_so",
+    "pipedream",
+    "with_recompute",
+    "with_update",
+]
+
+
+class Generator(Protocol):
+    """Makes a Schedule of N stages and M micro-batches."""
+
+    def __call__(self, num_stages: int, num_microbatches: int, /) -> Schedule: ...
+
+
+def _one_f_one_b(rank: int, stage: int, cap: int, microbatches: np.ndarray) -> Lane:
+    """`F × min(m, K−1)`, then F and B in turn, then the remaining B, over the given micro-batches."""
+    count = len(microbatches)
+    warm = min(count, cap - 1)
+    steady_end = 2 * count - warm
+    kinds = np.full(2 * count, int(Kind.B), dtype=np.int64)
+    order = np.empty(2 * count, dtype=np.int64)
+    kinds[:warm] = Kind.F
+    order[:warm] = microbatches[:warm]
+    kinds[warm:steady_end:2] = Kind.F
+    order[warm:steady_end:2] = microbatches[warm:]
+    order[warm + 1 : steady_end : 2] = microbatches[: count - warm]
+    order[steady_end:] = microbatches[count - warm :]
+    return one_stage_lane(rank, stage, kinds, order)
+
+
+def capped(
+    num_stages: int,
+    num_microbatches: int,
+    caps: Sequence[int],
+    *,
+    name: str = "1f1b",
+    replicas: Sequence[int] | None = None,
+    sending: Sending = "after-compute",
+) -> Schedule:
+    """1F1B with at most caps[i] micro-batches live at stage i.
+
+    With r replicas, micro-batch m of a stage runs whole on replica m mod r, and each holds at most ⌈K_i/r⌉.
+    """
+    require_sizes(num_stages, num_microbatches)
+    if len(caps) != num_stages:
+        raise BaPipeError(f"{num_stages} stages need {num_stages} caps, got {len(caps)}; give one K per stage")
+    if min(caps) < 1:
+        raise BaPipeError(f"a cap must be at least 1, got {min(caps)}; a stage must hold one micro-batch")
+    counts = [1] * num_stages if replicas is None else list(replicas)
+    if len(counts) != num_stages or min(counts) < 1:
+        raise BaPipeError(
+            f"{num_stages} stages need {num_stages} replica counts of at least 1, got {list(counts)}"
+        )
+    placement, lanes, rank = [], [], 0
+    for stage, (cap, count) in enumerate(zip(caps, counts, strict=True)):
+        placement.append(tuple(range(rank, rank + count)))
+        for replica in range(count):
+            own = np.arange(replica, num_microbatches, count, dtype=np.int64)
+            lanes.append(_one_f_one_b(rank, stage, -(-cap // count), own))
+            rank += 1
+    return Schedule(
+        name=name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        placement=tuple(placement),
+        lanes=tuple(lanes),
+        caps=tuple(-(-cap // count) * count for cap, count in zip(caps, counts, strict=True)),
+        sending=sending,
+    )
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards: K_i = M."""
+    require_sizes(num_stages, num_microbatches)
+    return capped(num_stages, num_microbatches, [num_microbatches] * num_stages, name="gpipe")
+
+
+def one_f_one_b_sno(num_stages: int, num_microbatches: int) -> Schedule:
+    """The paper's 1F1B-SNO, K_i = N−i+1 (Table II): least memory, communication exposed."""
+    require_sizes(num_stages, num_microbatches)
+    return capped(num_stages, num_microbatches, range(num_stages, 0, -1), name="1f1b-sno")
+
+
+def one_f_one_b_so(num_stages: int, num_microbatches: int) -> Schedule:
+    """The paper's 1F1B-SO, K_i = 2(N−i+1) (Table II): communication overlapped, twice the features."""
+    require_sizes(num_stages, num_microbatches)
+    return capped(num_stages, num_microbatches, range(2 * num_stages, 0, -2), name="1f1b-so")
+
+
+def one_f_one_b_as(num_stages: int, num_microbatches: int) -> Schedule:
+    """The paper's 1F1B-AS, K_i = N−i+1 on cut-through links (Table I)."""
+    require_sizes(num_stages, num_microbatches)
+    caps = range(num_stages, 0, -1)
+    return capped(num_stages, num_microbatches, caps, name="1f1b-as", sending="cut-through")
+
+
+def full_overlap_caps(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send_forward: Sequence[float] = (),
+    send_backward: Sequence[float] = (),
+) -> tuple[int, ...]:
+    """The least K_i with which no transfer delays the steady state of an after-compute pipeline.
+
+    Uniform stages: K_i = 1 + (N−i)(1 + ⌈2SR/(F+B)⌉), one activation per stage less than 1F1B-SO while
+    SR ≤ (F+B)/2. In general, with P = max(F_i+B_i): going back from d_N = F_N, K_N = 1,
+    d = d_{i+1} + F_i + B_{i+1} + SF_i + SB_i, K_i = ⌈(d + B_i)/P⌉, d_i = max(d, (K_i−1)P + F_i).
+    """
+    count = len(forward)
+    sends_f = list(send_forward) or [0.0] * (count - 1)
+    sends_b = list(send_backward) or [0.0] * (count - 1)
+    period = max(f + b for f, b in zip(forward, backward, strict=True))
+    caps = [1] * count
+    delay = forward[-1]
+    for i in range(count - 2, -1, -1):
+        turn = delay + forward[i] + backward[i + 1] + sends_f[i] + sends_b[i]
+        periods = (turn + backward[i]) / period
+        # A quotient a hair over an integer is rounding of the inputs, not one more micro-batch in flight.
+        caps[i] = max(1, int(np.ceil(periods - 1e-9)))
+        delay = max(turn, (caps[i] - 1) * period + forward[i])
+    return tuple(caps)
+
+
+def fbp_as(num_stages: int, num_microbatches: int, *, slots: str = "table") -> Schedule:
+    """The paper's FBP-AS: forward and backward at once, K_i = 2(N−i+1), cut-through links.
+
+    slots="table": F(m,i) runs in lockstep slot m+i−1, B(m,i) in slot m+2N−i; a slot costs F and B of what is
+    active in it: (M+N−1)(F+B), as Table I. slots="static": the compute units are split for good between
+    forward and backward, so each takes F+B: (M+2N−1)(F+B).
+
+        0  F0 F1 F2 F3 F4 F5 F6 F7           N = 3: F on one lane,
+           -- -- -- -- -- B0 B1 B2 B3 …      B on the other
+    """
+    require_sizes(num_stages, num_microbatches)
+    rules: dict[str, Concurrency] = {"table": "slots", "static": "static"}
+    if slots not in rules:
+        raise BaPipeError(f"unknown slot rule '{slots[:40]}'; give table or static{nearest(slots, rules)}")
+    order = np.arange(num_microbatches, dtype=np.int64)
+    lanes = []
+    for stage in range(num_stages):
+        for kind, name in ((Kind.F, "forward"), (Kind.B, "backward")):
+            kinds = np.full(num_microbatches, int(kind), dtype=np.int64)
+            lanes.append(one_stage_lane(stage, stage, kinds, order, name))
+    return Schedule(
+        name="fbp-as",
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        placement=tuple((stage,) for stage in range(num_stages)),
+        lanes=tuple(lanes),
+        caps=tuple(range(2 * num_stages, 0, -2)),
+        sending="cut-through",
+        concurrency=rules[slots],
+    )
+
+
+def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
+    """PipeDream: 1F1B over whole mini-batches that never flushes; N−i+1 weight versions at stage i.
+
+    Here each of the M entries is a mini-batch with an update of its own.
+    """
+    require_sizes(num_stages, num_microbatches)
+    base = capped(num_stages, num_microbatches, range(num_stages, 0, -1), name="pipedream")
+    return _replace(base, weight_versions=tuple(range(num_stages, 0, -1)), flushes=False)
+
+
+def interleaved(num_ranks: int, num_microbatches: int, *, virtual: int = 2) -> Schedule:
+    """Interleaved 1F1B: each rank holds `virtual` stages, stage c·N + r on rank r; bubble (N−1)(F+B)/v.
+
+    Micro-batches go in groups of N: a group's forwards of all own stages, then the next group. Rank r warms up
+    with 2(N−r−1) + (v−1)N forwards. A last group shorter than N is filled up in thought and its missing
+    micro-batches are left out, so any M works; the bubble is least when N divides M.
+    """
+    require_sizes(num_ranks, num_microbatches)
+    if virtual < 1:
+        raise BaPipeError(f"interleaving needs at least 1 stage per rank, got {virtual}; raise --virtual")
+    groups = -(-num_microbatches // num_ranks)
+    padded = groups * num_ranks
+    position = np.arange(padded * virtual, dtype=np.int64)
+    group, within = np.divmod(position, num_ranks * virtual)
+    chunk, offset = np.divmod(within, num_ranks)
+    microbatch = group * num_ranks + offset
+    lanes = []
+    for rank in range(num_ranks):
+        warm = min(padded * virtual, 2 * (num_ranks - rank - 1) + (virtual - 1) * num_ranks)
+        plan = _one_f_one_b(rank, 0, warm + 1, position)
+        forward = plan.kinds == Kind.F
+        chunks = np.where(forward, chunk[plan.microbatches], virtual - 1 - chunk[plan.microbatches])
+        microbatches = microbatch[plan.microbatches]
+        real = microbatches < num_microbatches
+        lanes.append(
+            Lane(rank, plan.kinds[real], (chunks * num_ranks + rank)[real], microbatches[real], "compute")
+        )
+    return Schedule(
+        name="interleaved",
+        num_stages=num_ranks * virtual,
+        num_microbatches=num_microbatches,
+        placement=tuple((stage % num_ranks,) for stage in range(num_ranks * virtual)),
+        lanes=tuple(lanes),
+    )
+
+
+def data_parallel(replicas: int, accumulation: int = 1) -> Schedule:
+    """Plain data parallelism as a one-stage pipeline: each replica runs its share of the micro-batches."""
+    require_sizes(replicas, accumulation)
+    base = capped(1, replicas * accumulation, [replicas], name="data-parallel", replicas=[replicas])
+    return with_update(base)
+
+
+def with_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> Schedule:
+    """Insert R before every B (or I) of the given stages (default: all): features are computed twice."""
+    chosen = set(range(schedule.num_stages) if stages is None else stages)
+    known: tuple[set[int], Schedule] | None = vars(schedule).get("_recomputing")
+    if known is not None and known[0] == chosen:
+        return known[1]
+    lanes = []
+    for lane in schedule.lanes:
+        starts = np.isin(lane.kinds, (Kind.B, Kind.I)) & np.isin(lane.stages, sorted(chosen))
+        at = np.flatnonzero(starts)
+        lanes.append(
+            Lane(
+                lane.rank,
+                np.insert(lane.kinds, at, int(Kind.R)),
+                np.insert(lane.stages, at, lane.stages[at]),
+                np.insert(lane.microbatches, at, lane.microbatches[at]),
+                lane.name,
+            )
+        )
+    made = _replace(schedule, lanes=tuple(lanes))
+    vars(schedule)["_recomputing"] = (chosen, made)
+    return made
+
+
+def with_update(schedule: Schedule) -> Schedule:
+    """Append each stage's all-reduce A (on a lane of its own, where there are replicas) and update U.
+
+    The schedule remembers what comes of it, because a schedule is often timed under many costs.
+    """
+    known: Schedule | None = vars(schedule).get("_updating")
+    if known is not None:
+        return known
+    lanes = list(schedule.lanes)
+    for rank in range(schedule.num_ranks):
+        own = schedule.stages_of(rank)
+        reduced = [stage for stage in reversed(own) if len(schedule.placement[stage]) > 1]
+        if reduced:
+            kinds = np.full(len(reduced), int(Kind.A), dtype=np.int64)
+            none = np.full(len(reduced), -1, dtype=np.int64)
+            lanes.append(Lane(rank, kinds, np.array(reduced, dtype=np.int64), none, "all-reduce"))
+        last = max(i for i, lane in enumerate(lanes) if lane.rank == rank and lane.name != "all-reduce")
+        lane, count = lanes[last], len(own)
+        lanes[last] = Lane(
+            rank,
+            np.concatenate([lane.kinds, np.full(count, int(Kind.U), dtype=np.int64)]),
+            np.concatenate([lane.stages, np.array(own[::-1], dtype=np.int64)]),
+            np.concatenate([lane.microbatches, np.full(count, -1, dtype=np.int64)]),
+            lane.name,
+        )
+    made = _replace(schedule, lanes=tuple(lanes))
+    vars(schedule)["_updating"] = made
+    return made
+
+
+def _replace(schedule: Schedule, **changes: object) -> Schedule:
+    fields = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
+    return Schedule(**{**fields, **changes})
+
+
+SCHEDULES: dict[str, Generator] = {
+    "gpipe": gpipe,
+    "1f1b-sno": one_f_one_b_sno,
+    "1f1b-so": one_f_one_b_so,
+    "1f1b-as": one_f_one_b_as,
+    "fbp-as": fbp_as,
+    "pipedream": pipedream,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+}
+"""The named orders that need nothing but N and M; `1f1b` (`capped`) and `zb` (`zero_bubble`) also need caps."""
+
+
+def make_schedule(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    caps: Sequence[int] | None = None,
+    replicas: Sequence[int] | None = None,
+    virtual: int = 2,
+    slots: str = "table",
+) -> Schedule:
+    """The schedule of that name. `caps` belong to 1f1b and zb; `virtual` to interleaved; `slots` to fbp-as."""
+    known = [*SCHEDULES, "1f1b", "zb"]
+    if name not in known:
+        raise BaPipeError(f"unknown schedule '{name[:60]}'{nearest(name, known)}; known: {', '.join(known)}")
+    require_sizes(num_stages, num_microbatches)
+    if replicas is not None and (len(replicas) != num_stages or min(replicas) < 1):
+        raise BaPipeError(
+            f"{num_stages} stages need {num_stages} replica counts of at least 1, got {list(replicas)[:16]}"
+        )
+    if caps is not None and name not in ("1f1b", "zb"):
+        raise BaPipeError(f"--cap belongs to the schedules 1f1b and zb; {name} sets its own K per stage")
+    if name == "interleaved":
+        _refuse_replicas(name, replicas)
+        return interleaved(num_stages, num_microbatches, virtual=virtual)
+    if name == "fbp-as":
+        _refuse_replicas(name, replicas)
+        return fbp_as(num_stages, num_microbatches, slots=slots)
+    if name in ("1f1b", "zb"):
+        if caps is None:
+            raise BaPipeError(f"{name} needs --cap, one K per stage, such as --cap 7,5,3,1")
+        if name == "zb":
+            held = tuple(caps)
+            return replicated(name, lambda count: zero_bubble(num_stages, count, held), num_microbatches, replicas)
+        return capped(num_stages, num_microbatches, caps, replicas=replicas)
+    if name in ("zb-h1", "zb-h2"):
+        order = SCHEDULES[name]
+        return replicated(name, lambda count: order(num_stages, count), num_microbatches, replicas)
+    schedule = SCHEDULES[name](num_stages, num_microbatches)
+    if replicas is None or max(replicas) == 1:
+        return schedule
+    if name not in ("gpipe", "1f1b-sno", "1f1b-so"):
+        _refuse_replicas(name, replicas)
+    caps = [num_microbatches] * num_stages if name == "gpipe" else _caps_behind(replicas)
+    if name == "1f1b-so":
+        caps = [2 * cap for cap in caps]
+    return capped(num_stages, num_microbatches, caps, name=name, replicas=replicas)
+
+
+def _caps_behind(replicas: Sequence[int]) -> list[int]:
+    """1F1B's K_i with replicas: one micro-batch in flight for every rank from stage i on (N−i+1 without)."""
+    return [sum(replicas[stage:]) for stage in range(len(replicas))]
+
+
+def _refuse_replicas(name: str, replicas: Sequence[int] | None) -> None:
+    if replicas is not None and max(replicas) > 1:
+        raise BaPipeError(f"{name} runs without replicated stages; drop --replicas or choose a 1f1b schedule")

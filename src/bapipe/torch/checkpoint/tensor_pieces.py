@@ -1,0 +1,238 @@
+"""Tensors, whole or cut, in and out of a torch.distributed.checkpoint, however they were and will be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from bapipe.errors import BaPipeError
+from bapipe.torch.capturing.stage_module import Slice
+
+__all__ = [
+    "Piece",
+    "PieceWriter",
+    "Pieces",
+    "file_writer",
+    "model_key",
+    "model_name",
+    "optimizer_key",
+    "optimizer_name",
+    "piece_of",
+    "read_metadata",
+    "read_pieces",
+    "saved_tensor",
+]
+
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+
+def model_key(name: str) -> str:
+    """Of a parameter or buffer in a checkpoint."""
+    return f"{_MODEL}{name}"
+
+
+def model_name(key: str) -> str | None:
+    """The parameter or buffer that a key is of; None: it is none's."""
+    return key.removeprefix(_MODEL) if key.startswith(_MODEL) else None
+
+
+def optimizer_key(name: str, entry: str) -> str:
+    """Of an entry of the optimizer's state of a parameter."""
+    return f"{_OPTIMIZER}{name}/{entry}"
+
+
+def optimizer_name(key: str) -> tuple[str, str] | None:
+    """The parameter and the entry that a key is of; None: it is not the optimizer's."""
+    if not key.startswith(_OPTIMIZER):
+        return None
+    name, _, entry = key.removeprefix(_OPTIMIZER).rpartition("/")
+    return name, entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """All of a tensor, or a box of it."""
+
+    tensor: Tensor
+    start: tuple[int, ...]
+    """where in the whole it begins"""
+    whole: tuple[int, ...]
+    """shape of the whole"""
+
+    @property
+    def box(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size(self.start), sizes=self.tensor.size())
+
+
+Pieces = Mapping[str, Sequence[Piece]]
+"""key -> the pieces of it that are here"""
+
+
+def piece_of(tensor: Tensor, part: Slice | None = None) -> Piece:
+    """A tensor as the part of the whole that it is; None: all of it."""
+    start, whole = [0] * tensor.ndim, list(tensor.shape)
+    if part is not None:
+        start[part.dim], whole[part.dim] = part.start, part.of
+    return Piece(tensor=tensor.detach(), start=tuple(start), whole=tuple(whole))
+
+
+def _find(pieces: Pieces, index: MetadataIndex) -> Tensor:
+    assert index.offset is not None
+    return next(item.tensor for item in pieces[index.fqn] if item.start == tuple(index.offset))
+
+
+class PieceWriter(DefaultSavePlanner):
+    """Writes pieces. What several ranks have one of them writes; together they must have all of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for key, pieces in self.state_dict.items():
+            for piece in pieces:
+                data = TensorWriteData(
+                    chunk=piece.box,
+                    properties=TensorProperties.create_from_tensor(piece.tensor),
+                    size=torch.Size(piece.whole),
+                )
+                index = MetadataIndex(key, piece.box.offsets)
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return _find(self.state_dict, index)
+
+
+class _PieceReader(LoadPlanner):
+    """Fills pieces with what lies there in the saved wholes."""
+
+    def __init__(self, pieces: Pieces, metadata: Metadata) -> None:
+        self._pieces, self._metadata = pieces, metadata
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """All is known already."""
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for key, pieces in self._pieces.items():
+            saved = self._metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(key, saved, [piece.box for piece in pieces])
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
+        raise AssertionError(f"{read_item.dest_index.fqn} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        tensor = _find(self._pieces, read_item.dest_index)
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """The tensor is the piece's own memory."""
+
+
+class _Disk(FileSystem):
+    """Files whose errors are the system's: torch.save has another one for a full disk."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        try:
+            with Path(path).open(mode) as stream:
+                yield cast(io.IOBase, stream)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise OSError(*cause.args) from error
+
+
+def file_writer(folder: Path) -> FileSystemWriter:
+    """Writes one file per rank into a folder, on disk when it has finished."""
+    writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
+    writer.fs = _Disk()
+    return writer
+
+
+def read_metadata(checkpoint: str | Path) -> Metadata:
+    """Which tensors a checkpoint has, and where. It is a pickle: read checkpoints that you trust."""
+    try:
+        return FileSystemReader(checkpoint).read_metadata()
+    except Exception as error:
+        raise BaPipeError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}; use another") from error
+
+
+def saved_tensor(metadata: Metadata, key: str) -> TensorStorageMetadata | None:
+    """What is known of a saved tensor; None: there is none of that name."""
+    found = metadata.state_dict_metadata.get(key)
+    return found if isinstance(found, TensorStorageMetadata) else None
+
+
+def read_pieces(checkpoint: str | Path, metadata: Metadata, pieces: Pieces) -> None:
+    """Fill the pieces from the checkpoint; it must have them all, in the same dtype and shape of the whole.
+
+    Every process reads for itself, and only what it needs.
+    """
+    for key, wanted in pieces.items():
+        saved = saved_tensor(metadata, key)
+        if saved is None:
+            raise BaPipeError(f"{checkpoint} has no '{_plain(key)}'; give a checkpoint of this model")
+        for piece in wanted:
+            if tuple(saved.size) != piece.whole or saved.properties.dtype != piece.tensor.dtype:
+                raise BaPipeError(
+                    f"'{_plain(key)}' is {_described(saved.size, saved.properties.dtype)} in {checkpoint} and "
+                    f"{_described(piece.whole, piece.tensor.dtype)} here; give a checkpoint of this model"
+                )
+    reader, planner = FileSystemReader(checkpoint), _PieceReader(pieces, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def _plain(key: str) -> str:
+    """The model's own name, and what of the optimizer's state of it."""
+    found = optimizer_name(key)
+    return f"{found[1]} of {found[0]}" if found is not None else model_name(key) or key
+
+
+def _described(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"

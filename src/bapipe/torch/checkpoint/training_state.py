@@ -1,0 +1,228 @@
+"""What a training consists of, by the model's own names: tensors, the optimizer's groups, random generators."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+
+from bapipe.errors import BaPipeError
+from bapipe.torch.capturing.stage_module import Slice
+from bapipe.torch.checkpoint.tensor_pieces import (
+    Piece,
+    model_key,
+    optimizer_key,
+    optimizer_name,
+    piece_of,
+    read_pieces,
+    saved_tensor,
+)
+from bapipe.torch.runtime.pipeline import Pipeline
+
+__all__ = [
+    "fill_optimizer",
+    "model_pieces",
+    "optimizer_groups",
+    "optimizer_pieces",
+    "random_state",
+    "read_small",
+    "set_random_state",
+    "write_small",
+]
+
+Named = dict[int, tuple[str, Slice | None]]
+"""id of a parameter -> its name, and which part of it is here"""
+
+
+def model_pieces(pipe: Pipeline, *, buffers_once: bool = False) -> dict[str, list[Piece]]:
+    """This rank's parameters and saved buffers."""
+    found: dict[str, list[Piece]] = {}
+    for name, tensor, part in pipe.held(buffers_once=buffers_once):
+        _add(found, model_key(name), piece_of(tensor, part))
+    return found
+
+
+def _add(found: dict[str, list[Piece]], key: str, piece: Piece) -> None:
+    """One of each box: two stages of a rank may share a tensor."""
+    pieces = found.setdefault(key, [])
+    same = next((other for other in pieces if other.start == piece.start), None)
+    if same is None:
+        pieces.append(piece)
+    else:
+        assert same.tensor.data_ptr() == piece.tensor.data_ptr(), f"{key} is here twice"
+
+
+def _named(pipe: Pipeline) -> Named:
+    return {id(tensor): (name, part) for name, tensor, part in pipe.held() if isinstance(tensor, nn.Parameter)}
+
+
+def _name(known: Named, parameter: Tensor) -> tuple[str, Slice | None]:
+    found = known.get(id(parameter))
+    if found is None:
+        raise BaPipeError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not one of this rank's "
+            "stages; make it with pipe.parameters()"
+        )
+    return found
+
+
+def optimizer_pieces(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Piece]]:
+    """The optimizer's state tensors, by parameter.
+
+    One that has its parameter's shape is cut as the parameter is. Anything else that belongs to a part of a
+    parameter must be one number, the same for all parts, such as the count of its updates.
+    """
+    found: dict[str, list[Piece]] = {}
+    if optimizer is None:
+        return found
+    known = _named(pipe)
+    for parameter, state in optimizer.state.items():
+        name, part = _name(known, parameter)
+        for entry, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            alike = value.shape == parameter.shape
+            if part is not None and not alike and value.numel() != 1:
+                raise BaPipeError(
+                    f"'{entry}' of '{name}' has shape {tuple(value.shape)} where the stage has {part.size} of "
+                    f"{part.of} channels: it cannot be saved by the model's names; plan without split layers, or "
+                    "use an optimizer whose state has the parameter's shape"
+                )
+            _add(found, optimizer_key(name, entry), piece_of(value, part if alike else None))
+    return found
+
+
+def optimizer_groups(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Options of each parameter group, the names of its parameters, and state of them that is no tensor."""
+    if optimizer is None:
+        return []
+    known = _named(pipe)
+    groups = []
+    for group in optimizer.param_groups:
+        names = {_name(known, parameter)[0]: parameter for parameter in group["params"]}
+        plain = {
+            name: {key: value for key, value in optimizer.state[item].items() if not isinstance(value, Tensor)}
+            for name, item in names.items()
+            if item in optimizer.state
+        }
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({"options": options, "names": list(names), "plain": plain})
+    return groups
+
+
+def fill_optimizer(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: Path,
+    metadata: Metadata,
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Give the optimizer the saved state of its parameters, and its groups their saved options.
+
+    Groups may hold other parameters than when they were saved, as each rank has its own; but parameters of one
+    group must have been saved with the same options.
+    """
+    known = _named(pipe)
+    saved = {name: group for group in groups for name in group["names"]}
+    entries: dict[str, list[str]] = {}
+    for key in metadata.state_dict_metadata:
+        found = optimizer_name(key)
+        if found is not None:
+            entries.setdefault(found[0], []).append(found[1])
+    pieces: dict[str, list[Piece]] = {}
+    state: dict[int, dict[str, Any]] = {}
+    filled = optimizer.state_dict()
+    for number, (group, described) in enumerate(zip(optimizer.param_groups, filled["param_groups"], strict=True)):
+        options = groups[number]["options"] if number < len(groups) and not group["params"] else None
+        for index, parameter in zip(described["params"], group["params"], strict=True):
+            name, part = _name(known, parameter)
+            if name not in saved:
+                raise BaPipeError(f"{checkpoint} has no optimizer state of '{name}'; give one of this training")
+            options = options or saved[name]["options"]
+            if saved[name]["options"] != options:
+                raise BaPipeError(
+                    f"'{name}' was saved with other options than the rest of its parameter group; make the "
+                    "optimizer's groups as they were at the save"
+                )
+            own = dict(saved[name]["plain"].get(name, {}))
+            for entry in entries.get(name, ()):
+                own[entry] = _room(parameter, part, metadata, optimizer_key(name, entry), pieces)
+            if own:
+                state[index] = own
+        described.update(options or {})
+    read_pieces(checkpoint, metadata, pieces)
+    optimizer.load_state_dict({**filled, "state": state})
+
+
+def _room(
+    parameter: Tensor, part: Slice | None, metadata: Metadata, key: str, pieces: dict[str, list[Piece]]
+) -> Tensor:
+    """Memory for a state tensor of a parameter, to be filled from its place in the saved one."""
+    about = saved_tensor(metadata, key)
+    assert about is not None
+    whole = piece_of(parameter, part).whole
+    alike = tuple(about.size) == whole
+    shape = parameter.shape if alike else about.size
+    room = torch.empty(shape, dtype=about.properties.dtype, device=parameter.device if alike else "cpu")
+    _add(pieces, key, piece_of(room, part if alike else None))
+    return room
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of torch's generators, Python's, and numpy's if it is in use."""
+    version, internal, gauss = random.getstate()
+    found: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": [version, list(internal), gauss]}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state(legacy=True)
+        found["numpy"] = [name, keys.tolist(), *rest]
+    return found
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """What `random_state` returned, as far as there is such a generator here."""
+    torch.set_rng_state(state["cpu"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(tuple(state["numpy"]))
+
+
+def write_small(values: Mapping[str, Any], path: Path) -> None:
+    """Plain values and tensors into one file, on disk when this returns; BaPipeError if they could not be read."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(values), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise BaPipeError(
+            f"the state of scheduler, scaler, data or optimizer groups holds what cannot be saved ({first}); "
+            "use plain values and tensors"
+        ) from error
+    with path.open("xb") as stream:
+        stream.write(buffer.getbuffer())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_small(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise BaPipeError(f"{path} cannot be read: {type(error).__name__}; use another checkpoint") from error
+    return found

@@ -1,0 +1,91 @@
+"""A checkpoint as the state_dict of the whole model, on one device, and as one safetensors file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bapipe.errors import BaPipeError
+from bapipe.torch.checkpoint.checkpoint_folder import disk_problem, find_checkpoint, read_manifest
+from bapipe.torch.checkpoint.tensor_pieces import (
+    model_key,
+    model_name,
+    optimizer_name,
+    piece_of,
+    read_metadata,
+    read_pieces,
+    saved_tensor,
+)
+
+__all__ = ["CheckpointState", "export_safetensors"]
+
+
+class CheckpointState(Mapping[str, Tensor]):
+    """Name -> whole tensor, put together from its parts and read when asked for; all names of the state_dict."""
+
+    def __init__(self, checkpoint: str | Path) -> None:
+        """One checkpoint, or a folder of them, whose last complete one is read."""
+        self.path = find_checkpoint(checkpoint)
+        self.manifest = read_manifest(self.path)
+        self._metadata = read_metadata(self.path)
+        keys = self._metadata.state_dict_metadata
+        own = [name for name in map(model_name, keys) if name is not None]
+        self._names = {name: name for name in own} | self.manifest.aliases
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(model_key(self._names[name]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def optimizer(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Parameter, entry and whole tensor of the optimizer's state."""
+        for key in self._metadata.state_dict_metadata:
+            found = optimizer_name(key)
+            if found is not None:
+                yield *found, self._read(key)
+
+    def _read(self, key: str) -> Tensor:
+        about = saved_tensor(self._metadata, key)
+        assert about is not None
+        tensor = torch.empty(about.size, dtype=about.properties.dtype)
+        read_pieces(self.path, self._metadata, {key: [piece_of(tensor)]})
+        return tensor
+
+
+def export_safetensors(checkpoint: str | Path, out: str | Path) -> Path:
+    """Write the whole model's state as one safetensors file, tied weights under all their names.
+
+    The plain module takes it by `load_state_dict(strict=True)`, and `Pipeline(checkpoint=…)` reads it. The whole
+    model must fit in host memory. Written whole or not at all. Returns the checkpoint that was read.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise BaPipeError("a safetensors file needs safetensors; pip install safetensors") from error
+    state, target = CheckpointState(checkpoint), Path(out)
+    tensors = dict(state.items())
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.resolve().parent, prefix=f".{target.name[:60]}-")
+        os.close(handle)
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        with open(temporary, "rb") as stream:
+            os.fsync(stream.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, target)
+    except Exception as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise BaPipeError(f"{target} cannot be written: {disk_problem(error, target.resolve().parent)}") from error
+    return state.path

@@ -1,0 +1,120 @@
+"""CUDA tensors over NCCL, for ranks that have a GPU each (NCCL refuses two ranks on one).
+
+Written from NCCL's and torch's documentation and not yet run on hardware: the machines this was developed on have
+one GPU. Its tests are those of the other transports and run where torch finds two GPUs.
+
+NCCL matches the sends and receives of two ranks by their order alone and runs them one after another, so each wire
+has a communicator of its own: receives are posted ahead on every wire, and nothing would order them between wires.
+They are made in the constructor, in the same order on every rank, because making one waits for both ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapipe.errors import BaPipeError
+from bapipe.torch.comm.channel import LinkError, Message, Wire, guarded
+from bapipe.torch.comm.packing import message_of
+
+__all__ = ["NcclTransport"]
+
+_LONG = datetime.timedelta(days=1)
+"""torch's own limit, which counts from the posting of a receive and ends the process"""
+_NAP = 5e-5
+"""seconds between two looks"""
+
+
+class NcclTransport:
+    """`isend` and `irecv` of bytes on a NCCL group per wire.
+
+    A wait looks until NCCL is done, on the host, so that it can end after `timeout` seconds: NCCL does not notice
+    every peer that dies.
+    """
+
+    name = "nccl"
+
+    def __init__(self, wires: Sequence[Wire], device: torch.device, *, timeout: float) -> None:
+        """Collective: every rank of the default group gives all wires of the run, in the same order."""
+        self._device = device
+        self._timeout = timeout
+        self._broken = False
+        self._groups: dict[Wire, dist.ProcessGroup] = {}
+        rank = dist.get_rank()
+        for wire in wires:
+            ends = sorted({wire.from_rank, wire.to_rank})
+            with guarded(None):
+                group = dist.new_group(ends, backend="nccl", timeout=_LONG)
+            if rank in ends:
+                assert isinstance(group, dist.ProcessGroup)
+                self._groups[wire] = group
+                self._connect(wire)
+
+    def _connect(self, wire: Wire) -> None:
+        """NCCL makes the communicator with the first message."""
+        nothing = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        if dist.get_rank() == wire.from_rank:
+            self.send(wire, [nothing])()
+        else:
+            self.receive(wire, message_of([nothing]))()
+
+    def receive(self, wire: Wire, message: Message) -> Callable[[], tuple[Tensor, ...]]:
+        buffers = tuple(about.empty(self._device) for about in message)
+        works = self._post(dist.irecv, wire, wire.from_rank, buffers)
+
+        def wait() -> tuple[Tensor, ...]:
+            self._wait(works, wire.from_rank)
+            return buffers
+
+        return wait
+
+    def send(self, wire: Wire, values: Sequence[Tensor]) -> Callable[[], None]:
+        kept = [value.detach().contiguous() for value in values]
+        works = self._post(dist.isend, wire, wire.to_rank, kept)
+
+        def wait() -> None:
+            self._wait(works, wire.to_rank)
+            kept.clear()
+
+        return wait
+
+    def _post(
+        self, post: Callable[..., dist.Work | None], wire: Wire, peer: int, values: Sequence[Tensor]
+    ) -> list[dist.Work]:
+        if wire not in self._groups:
+            raise BaPipeError(f"{wire} is not among the wires that the transport was made with; name all of them")
+        works: list[dist.Work] = []
+        with guarded(peer):
+            for value in values:
+                if value.numel():
+                    work = post(value.view(-1).view(torch.uint8), peer, group=self._groups[wire])
+                    assert work is not None, "this rank is not in the group"
+                    works.append(work)
+        return works
+
+    def _wait(self, works: Sequence[dist.Work], peer: int) -> None:
+        """Until NCCL is done; then the current stream may use what came."""
+        end = time.monotonic() + self._timeout
+        for work in works:
+            try:
+                while not work.is_completed():
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"timed out after {self._timeout:g} s")
+                    time.sleep(_NAP)
+                work.wait()
+            except (RuntimeError, TimeoutError) as error:
+                self._broken = True
+                raise LinkError(peer, error) from error
+
+    def close(self) -> None:
+        """Give the communicators back. After a failure they are left to the end of the process: giving them back
+        waits for peers that may be gone."""
+        if not self._broken:
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        self._groups.clear()

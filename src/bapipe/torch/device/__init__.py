@@ -1,0 +1,1 @@
+"""Devices of this machine: dtypes, the allocator, and copies to a GPU."""

@@ -1,0 +1,75 @@
+"""How a rank of a run that failed ends: its line told, its files gone, and no wait for what will never come."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from bapipe.torch.health.failure import Failure, RunError
+
+__all__ = ["FAILED", "PREFIX", "clear_files", "hide_told_errors", "leave", "own_file", "print_failure"]
+
+PREFIX = "bapipe-rank-"
+"""how the names of files begin in which ranks keep what they are at"""
+FAILED: list[Failure] = []
+"""why this process is to end; once it is not empty the process ends with its code"""
+_files: list[Path] = []
+_hidden = False
+
+
+def print_failure(failure: Failure, rank: int) -> None:
+    """The line on standard error; what every rank was at is said only by the one who noticed."""
+    table = f"{failure.table}\n" if failure.table and failure.by == rank else ""
+    sys.stderr.write(f"bapipe: {failure.line}\n{table}")
+    sys.stderr.flush()
+
+
+def own_file() -> Path:
+    """A file for what a rank is at, where nobody gave it one; `clear_files` removes it."""
+    handle, name = tempfile.mkstemp(prefix=PREFIX)
+    os.close(handle)
+    _files.append(Path(name))
+    return Path(name)
+
+
+def clear_files() -> None:
+    """Remove what `own_file` made."""
+    while _files:
+        _files.pop().unlink(missing_ok=True)
+
+
+def leave(code: int) -> None:
+    """End the process at once, from any thread."""
+    clear_files()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def hide_told_errors() -> None:
+    """An uncaught RunError that has been told needs no traceback; the hook that is there shows all others."""
+    global _hidden
+    if _hidden:
+        return
+    _hidden = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (isinstance(error, RunError) and error.told):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _leave_failed() -> None:
+    """Receives that are still posted would be waited for when the process group goes, perhaps for ever."""
+    if FAILED:
+        leave(FAILED[0].code)
+
+
+# Registered on import, and so run after what the user's script registers.
+atexit.register(_leave_failed)

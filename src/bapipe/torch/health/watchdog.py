@@ -1,0 +1,359 @@
+"""Every rank watches the others: one that fails ends all of them within seconds, and each says on one line why.
+
+Twice a second a rank tells the store that the ranks met by (torchrun's, or rank 0's) what it is at and whom it
+waits for, and looks whether any rank has failed. A rank that fails, or loses a neighbour, leaves word there first.
+A rank that is killed says nothing: who lost it names it, with the last that was heard of it, which on one machine
+is exact (`bapipe.torch.health.rank_status.Progress`).
+
+    rank 1 is killed     rank 0, rank 2   LinkError at once; the first one leaves word
+                         rank 3           reads it within 0.2 s, even while it computes
+    rank 1 is stopped    rank 0, rank 2   LinkError after the timeout; who waits for whom leads to rank 1
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from bapipe.io.decode import decode
+from bapipe.io.files import dump_json
+from bapipe.torch.comm import LinkError
+from bapipe.torch.health.failure import Failure, RunError
+from bapipe.torch.health.process_exit import (
+    FAILED,
+    PREFIX,
+    clear_files,
+    hide_told_errors,
+    leave,
+    own_file,
+    print_failure,
+)
+from bapipe.torch.health.processes import end_process, has_ended, on_termination, own_machine, own_process
+from bapipe.torch.health.rank_status import QUIET, Progress, Status, culprit, located, read_progress, status_table
+from bapipe.torch.health.rank_store import RankStore
+from bapipe.torch.runtime.executor import ActionError, Executor
+from bapipe.torch.stage.error_context import one_line
+
+__all__ = ["Watch"]
+
+_LOOK = 0.2
+"""seconds between two looks at the store; every second one tells it what this rank is at"""
+_BETTER_WORD = 1.0
+"""seconds to wait for who knows better, where a rank that seems lost may only have given up on another one"""
+_LATE = 1.0
+"""seconds after the timeout in which a rank that waits should have found out by itself"""
+_LAST_WORDS = 3.0
+"""seconds that a rank which has failed may take to end by itself"""
+
+
+class Watch:
+    """This rank's eye on the others; made on every rank once there is a process group."""
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[int]],
+        *,
+        timeout: float,
+        progress: Progress | None = None,
+        report: Callable[[Failure, int], None] = print_failure,
+    ) -> None:
+        """`stages` are those of every rank. `report` is called where another rank's failure ends this one.
+
+        Without a store to meet at (see `RankStore`) a rank knows of its neighbours only.
+        """
+        self.rank = dist.get_rank()
+        self.progress = Progress(own_file()) if progress is None else progress
+        self._stages = [tuple(item) for item in stages]
+        self._timeout = timeout
+        self._report = report
+        self._executor: weakref.ref[Executor] | None = None
+        self._meeting = ""
+        self._waiting: tuple[object, float] = (None, 0.0)
+        """what is waited for, and since when"""
+        self._reported = threading.Lock()
+        self._host, self._machine, self._process = socket.gethostname(), own_machine(), own_process()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._board = RankStore.connect()
+        looking = None if self._board is None else RankStore.connect()
+        if looking is not None:
+            hide_told_errors()
+            on_termination(self._terminated)
+            self._thread = threading.Thread(target=self._look, args=(looking,), name="bapipe watch", daemon=True)
+            self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Stop watching: the run is over."""
+        atexit.unregister(self.close)
+        self._stop.set()
+        # Python must not end while the thread is within torch's client: C++ would abort the process.
+        if self._thread is not None:
+            self._thread.join()
+        clear_files()
+
+    def follow(self, executor: Executor) -> None:
+        """Whose waits to tell the others of."""
+        self._executor = weakref.ref(executor)
+
+    @contextlib.contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """All ranks, or all replicas, do this together; each waits for the last one."""
+        self.progress.note(f"{what}, step {self.progress.step}")
+        self._meeting = what
+        # What raises within leaves it set: that is what the rank is at.
+        yield
+        self._meeting = ""
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """An action or a link that fails within is a RunError, and the other ranks come to know of it.
+
+        Whatever else is raised passes, and is this rank's last word should it end.
+        """
+        try:
+            yield
+        except (ActionError, LinkError) as error:
+            failure = self._fail(error)
+            raise RunError(failure, told=failure.lost or failure.rank != self.rank) from error
+        except RunError:
+            raise
+        except Exception as error:
+            self._say_last(one_line(error))
+            raise
+
+    def _say_last(self, words: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self._board is not None:
+                self._board.write(f"words/{self.rank}", words)
+
+    def _fail(self, error: ActionError | LinkError) -> Failure:
+        cause = error.cause if isinstance(error, ActionError) else error
+        if not isinstance(cause, LinkError):
+            assert isinstance(error, ActionError)
+            own = self._failure(self.rank, self._status(), error.reason, lost=False)
+            self._agree(own)
+            if len(self._stages) > 1:
+                FAILED.append(own)
+            return own
+        failure = self._known() or (self._give_up(cause.peer) if cause.late else self._agree(self._lost(cause)))
+        self._tell(failure)
+        self._remove_file(failure)
+        return failure
+
+    def _failure(
+        self, rank: int, status: Status | None, reason: str, *, lost: bool = True, table: str = ""
+    ) -> Failure:
+        stages = self._stages[rank] if rank < len(self._stages) else ()
+        where = located(status, rank, stages=stages)
+        return Failure(rank=rank, by=self.rank, where=where, reason=reason, lost=lost, table=table, at=time.time())
+
+    def _lost(self, cause: LinkError) -> Failure:
+        """A neighbour's end is broken off: either it has ended, or it gave up on another one."""
+        rank, patience = cause.peer, time.monotonic() + _BETTER_WORD
+        while time.monotonic() < patience:
+            known = self._known()
+            if known is not None:
+                return known
+            ended = self._ended()
+            if rank in ended or (rank is None and ended):
+                rank = ended[0] if rank is None else rank
+                break
+            time.sleep(0.02)
+        if rank is None:
+            rank = self._silent()
+        if rank is None:
+            return self._failure(self.rank, self._status(), str(cause))
+        at = self.progress.current[0]
+        words = self._words(rank)
+        reason = words or f"has ended or cannot be reached; rank {self.rank} noticed at {at}"
+        return self._failure(rank, self._seen().get(rank), reason)
+
+    def _remove_file(self, failure: Failure) -> None:
+        """A rank that was killed could not remove its file: who noticed does, if it is one of `own_file`."""
+        status = self._seen().get(failure.rank) if failure.lost and failure.by == self.rank else None
+        path = None if status is None or status.rank == self.rank else Path(status.progress)
+        if path is not None and path.name.startswith(PREFIX):
+            path.unlink(missing_ok=True)
+
+    def _silent(self) -> int | None:
+        """The rank of which nothing is heard any more, on another machine, once it is the only one."""
+        patience = time.monotonic() + QUIET
+        while time.monotonic() < patience:
+            time.sleep(0.1)
+            now = time.time()
+            silent = [rank for rank, status in self._seen().items() if now - status.said > QUIET]
+            if silent:
+                return silent[0]
+        return None
+
+    def _give_up(self, peer: int | None) -> Failure:
+        """A rank did not answer in time. One that is stopped is ended, if it is here: torchrun would wait 30 s."""
+        seen, now = self._seen(), time.time()
+        rank = culprit(seen, peer, now=now)
+        failure = self._agree(self._late(rank, seen, now))
+        status = None if rank is None else seen.get(rank)
+        if status is not None and status.machine == self._machine and now - status.said > QUIET:
+            end_process(status.process)
+        return failure
+
+    def _late(self, rank: int | None, seen: Mapping[int, Status], now: float) -> Failure:
+        table = status_table(seen, now=now) if seen else ""
+        if rank is None or rank == self.rank:
+            return self._failure(
+                self.rank, self._status(), f"another rank did not answer for {self._timeout:g} s", table=table
+            )
+        reason = f"does not answer; rank {self.rank} waited {self._timeout:g} s"
+        return self._failure(rank, seen.get(rank), reason, table=table)
+
+    def _status(self) -> Status:
+        at, stage, since = self.progress.current
+        executor = None if self._executor is None else self._executor()
+        waits, waits_rank = (f"all ranks ({self._meeting})", None) if self._meeting else ("", None)
+        wire = None if executor is None or self._meeting else executor.waiting
+        if executor is not None and wire is not None and executor.current is not None:
+            number = executor.current.microbatch
+            maker = f"{wire.boundary}F{number}" if wire.onward else f"{wire.boundary + 1}B{number}"
+            waits_rank = wire.from_rank if wire.to_rank == self.rank else wire.to_rank
+            waits = f"rank {waits_rank} ({maker if wire.to_rank == self.rank else f'to take {maker}'})"
+        key = (at, waits) if waits else None
+        if key != self._waiting[0]:
+            self._waiting = (key, time.time())
+        return Status(
+            rank=self.rank,
+            host=self._host,
+            machine=self._machine,
+            process=self._process,
+            stages=self._stages[self.rank],
+            at=at,
+            stage=stage,
+            waits=waits,
+            waits_rank=waits_rank,
+            since=since,
+            said=time.time(),
+            progress="" if self.progress.path is None else str(self.progress.path),
+        )
+
+    def _seen(self) -> dict[int, Status]:
+        """What the ranks last said; of those on this machine what they are at now."""
+        found = {self.rank: self._status()}
+        with contextlib.suppress(RuntimeError):
+            for rank in range(len(self._stages)):
+                said = None if rank == self.rank or self._board is None else self._board.read(f"at/{rank}")
+                if said is not None:
+                    found[rank] = self._exact(decode(Status, json.loads(said), where=f"at/{rank}"))
+        return found
+
+    def _exact(self, status: Status) -> Status:
+        if status.machine != self._machine or not status.progress:
+            return status
+        known = read_progress(Path(status.progress))
+        if known is None or known[0] == status.at:
+            return status
+        return replace(status, at=known[0], stage=known[1], since=known[2], waits="", waits_rank=None)
+
+    def _ended(self) -> list[int]:
+        """Ranks of this machine whose process is no more."""
+        return [
+            rank
+            for rank, status in self._seen().items()
+            if status.machine == self._machine and has_ended(status.process)
+        ]
+
+    def _words(self, rank: int) -> str:
+        """What a rank last said before it ended, if it did."""
+        with contextlib.suppress(RuntimeError):
+            return (None if self._board is None else self._board.read(f"words/{rank}")) or ""
+        return ""
+
+    def _known(self) -> Failure | None:
+        """The failure that ended the run, if there was one."""
+        with contextlib.suppress(RuntimeError):
+            said = None if self._board is None else self._board.read("failure")
+            return None if said is None else _decoded(said)
+        return None
+
+    def _agree(self, failure: Failure) -> Failure:
+        """Leave word; the first one counts on all ranks."""
+        with contextlib.suppress(RuntimeError):
+            if self._board is not None:
+                return _decoded(self._board.first("failure", dump_json(failure)))
+        return failure
+
+    def _tell(self, failure: Failure) -> None:
+        """Report the failure once, whichever thread comes first; the process is to end."""
+        if self._reported.acquire(blocking=False):
+            self._report(failure, self.rank)
+            FAILED.append(failure)
+
+    def _look(self, board: RankStore) -> None:
+        """The thread: tell, look, and end the process when another rank has failed."""
+        turn = 0
+        while not self._stop.wait(_LOOK):
+            if self._executor is not None and self._executor() is None:
+                return
+            try:
+                status = self._status()
+                if turn % 2 == 0:
+                    board.write(f"at/{self.rank}", dump_json(status))
+                turn += 1
+                said = board.read("failure")
+            except RuntimeError:
+                # The store has gone with its host; ranks there are neighbours of ours or of those who will tell.
+                return
+            known = None if said is None else _decoded(said)
+            if known is None and self._overdue():
+                known = self._give_up(status.waits_rank)
+            if known is not None:
+                self._end(known)
+                return
+
+    def _overdue(self) -> bool:
+        """Whether the main thread waits for longer than it may: the user's process group has its own timeout."""
+        key, since = self._waiting
+        return key is not None and time.time() - since > self._timeout + _LATE
+
+    def _end(self, failure: Failure) -> None:
+        """End this process; one that failed of itself, or has noticed by itself, may take a moment to do so."""
+        if failure.by == self.rank and not failure.lost:
+            return
+        if FAILED or failure.by == self.rank:
+            self._stop.wait(_LAST_WORDS)
+        self._tell(failure)
+        leave(failure.code)
+
+    def _terminated(self) -> None:
+        """SIGTERM: where it is because of a failure, say so."""
+        patience = time.monotonic() + _BETTER_WORD
+        failure: Failure | None = FAILED[0] if FAILED else None
+        while failure is None and time.monotonic() < patience:
+            failure = self._known()
+            if failure is None:
+                time.sleep(0.05)
+        if failure is None:
+            ended = self._ended()
+            spoke = [rank for rank in range(len(self._stages)) if rank != self.rank and self._words(rank)]
+            rank = next(iter(ended or spoke), None)
+            if rank is not None:
+                failure = self._failure(rank, self._seen().get(rank), self._words(rank) or "has ended")
+        if failure is not None:
+            self._end(failure)
+            time.sleep(_LAST_WORDS)
+        # Nobody failed, or it was this rank, which had the time to say so: end as shells say it of this signal.
+        self._say_last("was told to stop by SIGTERM")
+        leave(128 + signal.SIGTERM)
+
+
+def _decoded(said: str) -> Failure:
+    return decode(Failure, json.loads(said), where="failure")

@@ -1,0 +1,1 @@
+"""What the user's code provides: a model, its loss and its batches."""

@@ -1,0 +1,1 @@
+"""Starting runs, and one rank of a run from start to end."""

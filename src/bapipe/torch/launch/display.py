@@ -1,0 +1,99 @@
+"""What a run shows while it trains: a line per step, one that is rewritten on a terminal, or a JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from bapipe.errors import BaPipeError
+from bapipe.records.plan import Plan
+from bapipe.records.run_record import StepRecord
+from bapipe.units import format_seconds
+
+__all__ = ["Display"]
+
+_LINES = 20
+"""lines that stay on a terminal; what lies between is rewritten"""
+
+
+class Display:
+    """Rank 0's: every step's loss, time, samples/s, bubble and time beside the plan's prediction."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        steps: int,
+        *,
+        as_json: bool = False,
+        tensorboard: Path | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._minibatch = plan.minibatch
+        self._predicted = plan.prediction.time
+        self._steps = steps
+        self._json = as_json
+        self._stream = stream or sys.stdout
+        self._terminal = self._stream.isatty() and not as_json
+        self._every = max(1, math.ceil(steps / _LINES)) if self._terminal else 1
+        self._open = False
+        """whether the cursor stands in a line that will be rewritten"""
+        self._writer = None if tensorboard is None else _summary_writer(tensorboard)
+
+    def step(self, record: StepRecord, bubble: float) -> None:
+        """One more step is done."""
+        figures = {
+            "step": record.step,
+            "loss": record.loss if record.loss is not None and math.isfinite(record.loss) else None,
+            "seconds": record.seconds,
+            "samples_per_second": self._minibatch / record.seconds,
+            "bubble": bubble,
+            "measured_over_predicted": record.seconds / self._predicted,
+        }
+        if self._writer is not None:
+            for name, value in figures.items():
+                if name != "step" and value is not None:
+                    self._writer.add_scalar(f"bapipe/{name}", value, record.step)
+        if self._json:
+            self._write(json.dumps(figures, allow_nan=False) + "\n")
+            return
+        line = (
+            f"step {record.step}  loss {math.nan if record.loss is None else record.loss:.6f}  "
+            f"{format_seconds(record.seconds)}  {figures['samples_per_second']:.1f} samples/s  "
+            f"bubble {bubble:.1%}  {figures['measured_over_predicted']:.2f}x predicted"
+        )
+        if not self._terminal:
+            self._write(f"{line}\n")
+            return
+        stays = record.step % self._every == 0 or record.step == self._steps - 1
+        self._write(f"\r\x1b[2K{line}" + ("\n" if stays else f"  [{record.step + 1}/{self._steps}]"))
+        self._open = not stays
+
+    def say(self, text: str, **figures: Any) -> None:
+        """A line, or as JSON the figures that it is made of."""
+        if self._json:
+            self._write(json.dumps(figures, allow_nan=False) + "\n")
+        else:
+            self._write(("\n" if self._open else "") + f"{text}\n")
+        self._open = False
+
+    def close(self) -> None:
+        """The run is over; what TensorBoard is to show is on disk."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def _summary_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise BaPipeError(
+            f"--tensorboard needs tensorboard, which cannot be loaded ({error}); pip install tensorboard"
+        ) from error
+    return SummaryWriter(log_dir=str(folder))

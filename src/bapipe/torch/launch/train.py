@@ -1,0 +1,265 @@
+"""A whole run on one rank: build, keep its stages, train some mini-batches, and tell rank 0 how it went."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from bapipe.records.plan import Plan
+from bapipe.records.run_record import CheckRecord, RunRecord, StepRecord
+from bapipe.torch.capturing.stage_module import Slice
+from bapipe.torch.checkpoint.checkpoint_folder import CheckpointError
+from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, sum_over_ranks
+from bapipe.torch.health.watchdog import Watch
+from bapipe.torch.inputs.build_model import build_model, make_optimizer
+from bapipe.torch.inputs.training_data import batches_for
+from bapipe.torch.launch.run_options import RunOptions
+from bapipe.torch.launch.run_report import RankReport, make_record, median_step
+from bapipe.torch.profiler.environment import plain_fp32
+from bapipe.torch.runtime.executor import RankTrace
+from bapipe.torch.runtime.pipeline import Pipeline
+from bapipe.torch.runtime.plan_checks import microbatch_sizes
+from bapipe.torch.verify.gradient_check import Gradients, compare_gradients, gradients, joined
+
+if TYPE_CHECKING:
+    from bapipe.torch.checkpoint.checkpoints import Checkpoints, Loaded
+
+__all__ = ["TrainSettings", "Training", "peak_memory", "train"]
+
+_KEPT_STEPS = 9
+"""of the last so many steps the one of median time is recorded"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings(RunOptions):
+    """The options of a run as a rank has them; mini-batch s is made with seed + 1 + s."""
+
+    folders: tuple[Path, ...] = ()
+    """where to look for the model's code first"""
+
+
+class Training:
+    """This rank's part of a run, ready for its first step."""
+
+    def __init__(self, plan: Plan, settings: TrainSettings, *, watch: Watch | None = None) -> None:
+        plain_fp32(plan.dtype)
+        built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
+        self.pipe = Pipeline(
+            lambda: (built.module, built.args, built.kwargs),
+            plan,
+            built.loss,
+            seed=None,
+            transport=settings.transport,
+            device=settings.device,
+            timeout=settings.timeout,
+            watch=watch,
+        )
+        self.batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
+        self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=settings.learning_rate)
+        self.loaded: Loaded | None = None
+        """where the run goes on from"""
+        self._saving = saving = settings.saving
+        self._checkpoints: Checkpoints | None = None
+        if saving is not None:
+            # torch.distributed.checkpoint takes seconds to import.
+            from bapipe.torch.checkpoint.checkpoints import Checkpoints
+
+            self._checkpoints = Checkpoints(
+                self.pipe,
+                saving.folder,
+                optimizer=self._optimizer,
+                keep=saving.keep,
+                asynchronous=saving.asynchronous,
+            )
+            self.loaded = self._checkpoints.load() if saving.resume else None
+
+    def save(self, *, is_last: bool) -> None:
+        """Save what is trained, where it is time to."""
+        if self._checkpoints is None or self._saving is None:
+            return
+        if is_last or self.pipe.steps % self._saving.every == 0:
+            self._checkpoints.save(data=self.pipe.steps)
+
+    def close(self) -> str | None:
+        """Wait for the last checkpoint; returns why it could not be written."""
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            self.pipe.close()
+        return None
+
+    def step(self, batch: tuple[Any, Any]) -> tuple[float, RankTrace]:
+        """One mini-batch and its update; gradients stay until the next."""
+        pipe = self.pipe
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        loss = pipe.step(*batch)
+        assert pipe.trace is not None
+        if self._optimizer is None:
+            return loss, pipe.trace
+        clock = pipe.clock
+        start = clock.mark()
+        self._optimizer.step()
+        start, end = clock.times([start, clock.mark()])
+        labels = [f"{stage}U" for stage in pipe.stages]
+        # The optimizer updates all stages of the rank at once; each gets an equal part of that time.
+        part = (end - start) / len(labels)
+        updates = [(label, start + i * part, start + (i + 1) * part) for i, label in enumerate(labels)]
+        return loss, replace(pipe.trace, events=(*pipe.trace.events, *updates))
+
+
+def train(
+    plan: Plan,
+    settings: TrainSettings,
+    *,
+    watch: Watch | None = None,
+    on_step: Callable[[StepRecord, float], None] | None = None,
+    on_load: Callable[[Loaded], None] | None = None,
+    on_unsaved: Callable[[str], None] | None = None,
+) -> RunRecord | None:
+    """Run the plan in the process group that is there; rank 0 returns the record, the others None.
+
+    `on_step` is called on rank 0 after every step, with its bubble: the share of all ranks' time without compute;
+    `on_load` on rank 0 before the first step of a run that goes on from a checkpoint. Where that checkpoint is of
+    the last step already, nothing is trained and there is no record. `on_unsaved` is called on every rank if the
+    last checkpoint could not be written, with the reason.
+    """
+    if settings.saving is not None:
+        settings.saving.check()
+    training = Training(plan, settings, watch=watch)
+    if training.loaded is not None and on_load is not None and dist.get_rank() == 0:
+        on_load(training.loaded)
+    with training.pipe.watch.guard():
+        trained = training.pipe.steps >= settings.steps
+        record = None if trained else _train(plan, settings, training, on_step)
+    unsaved = training.close()
+    if unsaved is not None and on_unsaved is not None:
+        on_unsaved(unsaved)
+    return record
+
+
+def _train(
+    plan: Plan, settings: TrainSettings, training: Training, on_step: Callable[[StepRecord, float], None] | None
+) -> RunRecord | None:
+    pipe, rank = training.pipe, dist.get_rank()
+    meeting = pipe.watch.meeting
+    offset = clock_offset(machine_name())
+    traces: deque[RankTrace] = deque(maxlen=_KEPT_STEPS)
+    steps: list[tuple[float, float]] = []
+    kept: list[Gradients] = []
+    live = dict.fromkeys(pipe.stages, 0)
+    first_step = pipe.steps
+    checking = settings.check and first_step == 0
+    for step in range(first_step, settings.steps):
+        batch = training.batches(step)
+        pipe.watch.progress.begin(step)
+        with meeting("ready"):
+            sum_over_ranks(0.0)
+        start = time.perf_counter()
+        loss, trace = training.step(batch)
+        with meeting("done"):
+            busy = sum_over_ranks(_busy(trace))
+        steps.append((loss, time.perf_counter() - start))
+        traces.append(trace)
+        live = {stage: max(count, trace.peak_live[stage]) for stage, count in live.items()}
+        if checking:
+            kept.append(gradients(pipe.named_parameters()))
+        if on_step is not None and rank == 0:
+            seconds = steps[-1][1]
+            bubble = max(0.0, 1 - busy / (dist.get_world_size() * seconds))
+            on_step(StepRecord(step=step, loss=loss, seconds=seconds), bubble)
+        training.save(is_last=step == settings.steps - 1)
+    pipe.watch.progress.note("gathering what every rank recorded")
+
+    first = len(steps) - len(traces)
+    recorded = int(sum_over_ranks(_median(steps, first) if rank == 0 else 0.0))
+    trace = traces[recorded - first]
+    reports = gathered(
+        RankReport(
+            rank=rank,
+            host=socket.gethostname(),
+            device=pipe.device.type,
+            events=tuple((action, start - offset, end - offset) for action, start, end in trace.events),
+            sent={action: (peer, at - offset) for action, (peer, at) in trace.sent.items()},
+            arrived={action: at - offset for action, at in trace.arrived.items()},
+            peak_live=live,
+            peak_memory=peak_memory(pipe.device),
+        )
+    )
+    parts = {name: part for name, _, part in pipe.held() if part is not None}
+    found = gathered((kept, parts)) if checking else None
+    if rank != 0:
+        return None
+    return make_record(
+        plan,
+        reports,
+        steps=steps,
+        first_step=first_step,
+        recorded_step=first_step + recorded,
+        torch_version=torch.__version__,
+        python_version=platform.python_version(),
+        backend=dist.get_backend(),
+        transport=pipe.transport,
+        threads=torch.get_num_threads(),
+        check=None if found is None else _check(plan, settings, found, [loss for loss, _ in steps], pipe.device),
+    )
+
+
+def _busy(trace: RankTrace) -> float:
+    """Seconds in which a rank computed; an all-reduce is no compute."""
+    return sum(end - start for action, start, end in trace.events if not action.endswith("A"))
+
+
+def _median(steps: list[tuple[float, float]], first: int) -> int:
+    """The step of median time among those from `first` on; step 0, which warms up, only if it is alone."""
+    usable = range(max(first, 1), len(steps)) or range(first, len(steps))
+    return median_step([StepRecord(step=step, loss=None, seconds=steps[step][1]) for step in usable])
+
+
+def _check(
+    plan: Plan,
+    settings: TrainSettings,
+    found: list[tuple[list[Gradients], dict[str, Slice]]],
+    losses: list[float],
+    device: torch.device,
+) -> CheckRecord:
+    """Compare with the same training in this process alone."""
+    built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
+    batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
+    return compare_gradients(
+        built,
+        [batches(step) for step in range(settings.steps)],
+        sizes=microbatch_sizes(plan),
+        optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=settings.learning_rate),
+        found=[joined((kept[step], parts) for kept, parts in found) for step in range(settings.steps)],
+        losses=losses,
+        device=device,
+    )
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """On CUDA the most bytes that torch had allocated; on the CPU the most that were resident in this process.
+
+    getrusage would count the parent's before exec, too.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        status = Path(f"/proc/{os.getpid()}/status").read_text(encoding="ascii")
+    except OSError:
+        return None
+    lines = [line.split() for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(lines[0][1]) * 1024 if lines else None

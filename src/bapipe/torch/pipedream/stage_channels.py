@@ -1,0 +1,81 @@
+"""The ends of one stage's wires in a run of any length: what comes in and goes out on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from bapipe.schedule.actions import Schedule
+from bapipe.torch.comm import Inbox, Message, Outbox, Transport, Wire
+from bapipe.torch.runtime.build_stages import OwnStages
+
+__all__ = ["StageEnds"]
+
+
+class _Messages(Mapping[int, Message]):
+    """What crosses a boundary for every micro-batch: the same again and again."""
+
+    def __init__(self, by_place: Sequence[Message], total: int) -> None:
+        self._by_place = by_place
+        self._total = total
+
+    def __getitem__(self, microbatch: int) -> Message:
+        return self._by_place[microbatch % len(self._by_place)]
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._total))
+
+
+class StageEnds:
+    """Activations from the stage before, errors from the next, and what is sent to them; None: nothing crosses."""
+
+    def __init__(
+        self, stage: int, schedule: Schedule, own: OwnStages, sizes: Sequence[int], transport: Transport
+    ) -> None:
+        """Of a straight pipeline; `sizes` are the micro-batches' of one mini-batch, which come again in turn."""
+        self._schedule, self._own, self._sizes, self._transport = schedule, own, tuple(sizes), transport
+        self.received = self._inbox(stage - 1, onward=True)
+        self.errors = self._inbox(stage, onward=False)
+        self.sent = self._outbox(stage, onward=True)
+        self.answers = self._outbox(stage - 1, onward=False)
+
+    def _crossing(self, boundary: int, onward: bool) -> list[Message]:
+        """Each micro-batch's message; empty where there is no such boundary, or nothing crosses."""
+        if not 0 <= boundary < self._schedule.num_stages - 1:
+            return []
+        messages = [self._own.message(boundary, size, onward) for size in self._sizes]
+        return messages if any(messages) else []
+
+    def _wire(self, boundary: int, onward: bool) -> Wire:
+        before, after = (ranks[0] for ranks in self._schedule.placement[boundary : boundary + 2])
+        ends = (before, after) if onward else (after, before)
+        return Wire(boundary=boundary, onward=onward, from_rank=ends[0], to_rank=ends[1])
+
+    def _inbox(self, boundary: int, *, onward: bool) -> Inbox | None:
+        if not self._crossing(boundary, onward):
+            return None
+        return Inbox(self._transport, self._wire(boundary, onward))
+
+    def _outbox(self, boundary: int, *, onward: bool) -> Outbox | None:
+        if not self._crossing(boundary, onward):
+            return None
+        return Outbox(self._transport, self._wire(boundary, onward))
+
+    def begin(self, total: int) -> None:
+        """So many micro-batches come, in order."""
+        for inbox in (self.received, self.errors):
+            if inbox is not None:
+                by_place = self._crossing(inbox.wire.boundary, inbox.wire.onward)
+                inbox.begin(range(total), _Messages(by_place, total))
+        if self.sent is not None:
+            self.sent.begin(answered=self.errors is not None)
+        if self.answers is not None:
+            self.answers.begin(answered=False)
+
+    def flush(self) -> None:
+        """Wait until all that was sent is delivered."""
+        for outbox in (self.sent, self.answers):
+            if outbox is not None:
+                outbox.flush()

@@ -1,0 +1,149 @@
+"""Load for the other slices of a GPU while one is profiled: training steps of the same model, until told."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapipe.errors import BaPipeError
+from bapipe.torch.inputs.model_source import Argument, find_model
+from bapipe.torch.slices.mps import Slices, slice_environment
+from bapipe.units import format_bytes
+
+__all__ = ["Load", "loaded", "main", "parse_args"]
+
+_PATIENCE = 180.0
+"""seconds for a load to build its model and run a step"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What runs on the other slices."""
+
+    name: str
+    """of the own slice, with the others loaded, in a profile"""
+    wait: Callable[[], None]
+    """returns when all of them train; starting takes half a minute, in which the model can be captured"""
+
+
+@contextlib.contextmanager
+def loaded(
+    slices: Slices, own: int, spec: str, args: Mapping[str, Argument], *, dtype: str, microbatch: int
+) -> Iterator[Load]:
+    """Every slice but `own` begins to train the model; they end when this does, or when this process is gone."""
+    others = [index for index in range(len(slices)) if index != own]
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(slices)))}
+    share = f"{slices.percentages[own]:g} % of the multiprocessors by CUDA MPS"
+    if slices.memory is not None:
+        share += f", {format_bytes(slices.memory)}"
+    with tempfile.TemporaryDirectory(prefix="bapipe-load-") as folder, contextlib.ExitStack() as stack:
+        loads = []
+        for index in others:
+            ready = Path(folder) / f"ready{index}"
+            command = [sys.executable, "-m", "bapipe.torch.profiler.background_load", spec, "--dtype", dtype]
+            command += ["--microbatch", str(microbatch), "--ready", str(ready)]
+            command += [f"--arg={key}={value}" for key, value in args.items()]
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **threads, **slice_environment(slices, index)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=open(Path(folder) / f"error{index}", "wb"),  # noqa: SIM115
+            )
+            stack.callback(_end, process)
+            loads.append((process, ready, Path(folder) / f"error{index}"))
+
+        def wait() -> None:
+            for process, ready, errors in loads:
+                _await(process, ready, errors)
+
+        beside = f", {len(others)} others training beside it" if others else ""
+        yield Load(name=f"{share}{beside}", wait=wait)
+
+
+def _await(process: subprocess.Popen[bytes], ready: Path, errors: Path) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > end:
+            lines = errors.read_text(errors="replace").strip().splitlines()
+            said = lines[-1][:200] if lines else "it said nothing"
+            raise BaPipeError(f"the load on another slice did not start: {said}; give the slices more memory")
+        time.sleep(0.1)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train until standard input ends, or for `--seconds`."""
+    from bapipe.torch.device.dtypes import find_dtype
+    from bapipe.torch.profiler.environment import find_device, plain_fp32
+    from bapipe.torch.profiler.training_step import training_step
+
+    parser = argparse.ArgumentParser(prog="bapipe.torch.profiler.background_load")
+    parser.add_argument("model")
+    parser.add_argument("--arg", action="append", default=[])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--microbatch", type=int, default=16)
+    parser.add_argument("--ready", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    options = parser.parse_args(argv)
+    stop = threading.Event()
+
+    def watch() -> None:
+        while sys.stdin.read(1):
+            pass
+        stop.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    device = find_device(options.device)
+    if device.type == "cuda":
+        plain_fp32(options.dtype)
+    source = find_model(options.model, parse_args(options.arg))
+    step = training_step(source, device=device, dtype=find_dtype(options.dtype), size=options.microbatch)
+    step()
+    options.ready.touch()
+    end = time.monotonic() + options.seconds
+    while not stop.is_set() and time.monotonic() < end:
+        step()
+
+
+def parse_args(texts: Sequence[str]) -> dict[str, Argument]:
+    """key=value texts; whole numbers, numbers, true and false become what they look like."""
+    found: dict[str, Argument] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise BaPipeError(f"an argument looks like key=value, got '{text[:60]}'")
+        found[key] = _plain(value)
+    return found
+
+
+def _plain(text: str) -> Argument:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Seconds of every layer from what was measured of the units: forward, backward, its parts, and divided layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bapipe.torch.profiler.measurement import Measurement, Reading, seconds
+
+__all__ = ["PartRows", "Parts", "SizeTimes", "layer_times", "part_costs", "parts", "run_ahead"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeTimes:
+    """Seconds of every layer at one micro-batch size."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+    parting: tuple[float, ...]
+    """that the backward takes longer in two parts"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRows:
+    """What either part of each layer costs beyond its share at one micro-batch size, 0 where it has no parts."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    stash: tuple[float, ...]
+
+    def times(self, time: float, size: float) -> PartRows:
+        """Times by one factor, bytes by the other."""
+        return PartRows(
+            forward=tuple(value * time for value in self.forward),
+            backward=tuple(value * time for value in self.backward),
+            stash=tuple(value * size for value in self.stash),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the sum of layers of a GPU is made of, to tell which part is off where it differs from the step."""
+
+    device: float
+    """seconds, all units one after the other on the device"""
+    issue: float | None
+    """seconds until the host has issued all of them within a step; None: not taken"""
+    alone: float
+    """seconds until the host has issued all of them, each alone after a pause"""
+    layers_alone: float
+    """the sum of layers with the host's time of each alone"""
+
+
+def run_ahead(host: Sequence[float], device: Sequence[float | None]) -> list[float]:
+    """What each of consecutive pieces of work adds to the time at which a GPU is done with them.
+
+    The host issues ahead and the device follows: issued(k) = issued(k−1) + host(k) and
+    finished(k) = max(finished(k−1) + device(k), issued(k)). Work that the device has no time of its own for is
+    waited for. The sum is the time of the whole, where a sum of max(host, device) would count twice what overlaps.
+    """
+    issued = finished = 0.0
+    added = []
+    for own, work in zip(host, device, strict=True):
+        if work is None:
+            end = issued = max(issued, finished) + own
+        else:
+            issued += own
+            end = max(finished + work, issued)
+        added.append(end - finished)
+        finished = end
+    return added
+
+
+def layer_times(measured: Measurement, microbatch: int, *, in_step: bool = True) -> SizeTimes:
+    """Every layer's seconds at a size, both rounds pooled, what timing one by one adds taken off.
+
+    The host's time to issue a layer for a GPU is that within a step where it is known and `in_step`; else (as
+    where the whole step does not fit) that of the layer alone.
+    """
+    readings = [measured.rounds(microbatch, first) for first, _ in measured.units]
+    ahead, back = _net_units(measured, microbatch)
+    weights = []
+    for items, whole in zip(readings, back, strict=True):
+        total = max(whole[0], whole[1] or 0.0)
+        alone = _net([item.input_gradient for item in items if item.input_gradient], measured.empty_backward)
+        weights.append(1 - min(1.0, max(alone[0], alone[1] or 0.0) / total) if total > 0 else 0.0)
+    issue = measured.issue(microbatch) if in_step else None
+    if issue is not None:
+        ahead, back = _issued(ahead, issue[0]), _issued(back, issue[1])
+    order = [*ahead, *reversed(back)]
+    added = run_ahead([host for host, _ in order], [device for _, device in order])
+    forward_units, backward_units = added[: len(ahead)], added[len(ahead) :][::-1]
+    forward, backward, gradient = [], [], []
+    for index, (first, last) in enumerate(measured.units):
+        for layer in range(first, last + 1):
+            forward.append(forward_units[index] * measured.shares_forward[layer])
+            backward.append(backward_units[index] * measured.shares_backward[layer])
+            gradient.append(backward[-1] * weights[index] if measured.layers[layer].parameters else 0.0)
+    return SizeTimes(
+        forward=tuple(forward),
+        backward=tuple(backward),
+        weight_gradient=tuple(gradient),
+        parting=_parting(measured, microbatch),
+    )
+
+
+def _parting(measured: Measurement, microbatch: int) -> tuple[float, ...]:
+    """What both parts of a backward take beyond the whole, by layer; of a GPU the device, as the host runs ahead.
+
+    A unit's difference may be noise of either sign, so the units' excesses are scaled to what all take together.
+    """
+
+    def taken(readings: Sequence[Reading]) -> float:
+        host, device = _net(readings, measured.empty_backward)
+        return host if device is None else device
+
+    over = []
+    for first, _ in measured.units:
+        items = [item for item in measured.rounds(microbatch, first) if item.weight_gradient is not None]
+        before = taken([item.input_gradient for item in items if item.input_gradient is not None])
+        after = taken([item.weight_gradient for item in items if item.weight_gradient is not None])
+        over.append(before + after - taken([item.backward for item in items]))
+    more = sum(max(0.0, value) for value in over)
+    scale = max(0.0, sum(over)) / more if more > 0 else 0.0
+    return tuple(
+        max(0.0, over[index]) * scale * measured.shares_backward[layer]
+        for index, (first, last) in enumerate(measured.units)
+        for layer in range(first, last + 1)
+    )
+
+
+def part_costs(measured: Measurement, microbatch: int) -> PartRows | None:
+    """Half of what a layer's two parts take and keep beyond the layer itself, at least 0; None: not all are timed.
+
+    Of a GPU a part's time is the device's or, where that is longer, the host's to issue it alone, and so is the
+    layer's that it is held against: an issue-bound layer's parts are issued faster within a step.
+    """
+    forward, backward, stash = [], [], []
+    for index, layer in enumerate(measured.layers):
+        if layer.split is None:
+            forward.append(0.0)
+            backward.append(0.0)
+            stash.append(0.0)
+            continue
+        found = measured.part_rounds(microbatch, index)
+        if not found:
+            return None
+        alone = measured.rounds(microbatch, index) if (index, index) in measured.units else []
+        ahead = [item.forward for item in alone] or [item.whole_forward for item in found if item.whole_forward]
+        back = [item.backward for item in alone] or [item.whole_backward for item in found if item.whole_backward]
+        if not ahead or not back:
+            return None
+        halves = [[item.forward[part] for item in found] for part in (0, 1)]
+        forward.append(_beyond(halves, ahead, measured.empty_forward))
+        halves = [[item.backward[part] for item in found] for part in (0, 1)]
+        backward.append(_beyond(halves, back, measured.empty_backward))
+        stash.append(max(0.0, next((item.stash for item in found if item.stash is not None), 0.0)) / 2)
+    return PartRows(forward=tuple(forward), backward=tuple(backward), stash=tuple(stash))
+
+
+def _beyond(parts: Sequence[Sequence[Reading]], whole: Sequence[Reading], empty: Reading | None) -> float:
+    *own, layer = (max(host, device or 0.0) for host, device in (_net(item, empty) for item in (*parts, whole)))
+    return max(0.0, (sum(own) - layer) / 2)
+
+
+_Unit = tuple[float, float | None]
+"""(host, device) seconds"""
+
+
+def _net_units(measured: Measurement, microbatch: int) -> tuple[list[_Unit], list[_Unit]]:
+    readings = [measured.rounds(microbatch, first) for first, _ in measured.units]
+    return (
+        [_net([item.forward for item in items], measured.empty_forward) for items in readings],
+        [_net([item.backward for item in items], measured.empty_backward) for items in readings],
+    )
+
+
+def _issued(units: Sequence[_Unit], issue: Sequence[float]) -> list[_Unit]:
+    """The host's times replaced, but of what the device has no time of its own for."""
+    return [(host if device is None else own, device) for (host, device), own in zip(units, issue, strict=True)]
+
+
+def parts(measured: Measurement, microbatch: int) -> Parts | None:
+    """What the sum of layers is made of; None where some time is not a GPU's."""
+    ahead, back = _net_units(measured, microbatch)
+    device = [own for _, own in (*ahead, *back) if own is not None]
+    if len(device) < len(ahead) + len(back):
+        return None
+    issue = measured.issue(microbatch)
+    alone = layer_times(measured, microbatch, in_step=False)
+    return Parts(
+        device=sum(device),
+        issue=sum(issue[0]) + sum(issue[1]) if issue is not None else None,
+        alone=sum(host for host, _ in (*ahead, *back)),
+        layers_alone=sum(alone.forward) + sum(alone.backward),
+    )
+
+
+def _net(readings: Sequence[Reading], empty: Reading | None) -> tuple[float, float | None]:
+    if not readings:
+        return 0.0, None
+    host, device = seconds(readings)
+    if device is not None:
+        # The noise of issuing is one-sided: alone and after a pause a layer is issued more slowly than in a step.
+        host = min(reading.host.low for reading in readings)
+    return max(0.0, host - (empty.host.median if empty else 0.0)), device

@@ -1,0 +1,102 @@
+"""What was measured between ranks, and the link that it amounts to. Uses no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bapipe.hardware.cluster import Link
+from bapipe.io.files import read_versioned
+from bapipe.torch.profiler.statistics import SampleSummary
+
+__all__ = [
+    "LINKS_SCHEMA",
+    "LinkMeasurement",
+    "LinkSample",
+    "collective_bandwidth",
+    "fit",
+    "links_of",
+    "read_links",
+]
+
+LINKS_SCHEMA = "bapipe.links/1"
+_FULL_DUPLEX = 0.75
+"""share of its one-way rate that each direction must keep for a link to count as full duplex"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSample:
+    """One message size between two ranks."""
+
+    first: int
+    second: int
+    nbytes: int
+    both: bool
+    """both directions at once; else one after the other, and the time is one direction's"""
+    seconds: SampleSummary
+
+    def with_values(self, values: Sequence[float]) -> LinkSample:
+        """The same with another rank's (median, low, high, count)."""
+        median, low, high, count = values
+        return replace(self, seconds=SampleSummary(median=median, low=low, high=high, count=int(count)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMeasurement:
+    """All of one `bapipe profile --links`."""
+
+    schema: str = LINKS_SCHEMA
+    ranks: int
+    backend: str
+    device: str
+    pairs: tuple[LinkSample, ...]
+    all_reduce: tuple[LinkSample, ...]
+
+
+def read_links(path: str | Path) -> LinkMeasurement:
+    """The one reader of what a link worker writes."""
+    return read_versioned(LinkMeasurement, path, schema=LINKS_SCHEMA)
+
+
+def fit(samples: Sequence[LinkSample]) -> tuple[float, float]:
+    """(latency, bandwidth) of time = latency + bytes / bandwidth.
+
+    Latency is the least message's time; bandwidth the slope from there to the messages of at least a mebibyte,
+    each weighed alike, or to the largest where none is that large.
+    """
+    ordered = sorted(samples, key=lambda item: item.nbytes)
+    base = ordered[0]
+    large = [item for item in ordered[1:] if item.nbytes >= 2**20] or ordered[-1:]
+    slopes = [
+        (item.seconds.median - base.seconds.median) / (item.nbytes - base.nbytes)
+        for item in large
+        if item.nbytes > base.nbytes
+    ]
+    mean = sum(slopes) / len(slopes) if slopes else 0.0
+    fastest = base.seconds.median / max(1, base.nbytes)
+    return base.seconds.median, 1 / (mean if mean > 0 else fastest)
+
+
+def links_of(measured: LinkMeasurement) -> dict[tuple[int, int], Link]:
+    """Each measured pair's link: half duplex where both directions at once are much slower than one."""
+    links = {}
+    for pair in dict.fromkeys((item.first, item.second) for item in measured.pairs):
+        own = [item for item in measured.pairs if (item.first, item.second) == pair]
+        latency, one = fit([item for item in own if not item.both])
+        _, both = fit([item for item in own if item.both])
+        full = both >= _FULL_DUPLEX * one
+        links[pair] = Link(
+            bandwidth=min(one, both) if full else min(one, 2 * both),
+            latency=latency,
+            duplex="full" if full else "half",
+        )
+    return links
+
+
+def collective_bandwidth(measured: LinkMeasurement) -> float | None:
+    """The rate of a ring that would take as long as the all-reduce did: 2(r−1)/r · bytes / time."""
+    if measured.ranks < 2 or not measured.all_reduce:
+        return None
+    _, rate = fit(measured.all_reduce)
+    return 2 * (measured.ranks - 1) / measured.ranks * rate

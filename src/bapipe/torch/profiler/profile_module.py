@@ -1,0 +1,156 @@
+"""From a module to its profile on one device: capture, measure, assemble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.costs.profile import Profile
+from bapipe.errors import BaPipeError
+from bapipe.models.layers import ModelRef
+from bapipe.torch.capturing.torch_internals import load_tracer
+from bapipe.torch.device.allocator import keep_in_pages
+from bapipe.torch.device.dtypes import find_dtype
+from bapipe.torch.inputs.model_source import Argument, find_model
+from bapipe.torch.profiler.assemble_profile import to_profile
+from bapipe.torch.profiler.environment import accelerator_name, environment_of, find_device, plain_fp32
+from bapipe.torch.profiler.layer_memory import OPTIMIZER_COPIES, is_out_of_memory
+from bapipe.torch.profiler.layer_runner import LayerSequence, chain_of
+from bapipe.torch.profiler.measure_loop import Report, measure
+from bapipe.torch.profiler.measure_settings import MeasureSettings
+from bapipe.torch.profiler.measurement import Measurement
+
+__all__ = ["Profiled", "profile_model", "profile_module", "quiet"]
+
+
+def quiet(label: str, share: float) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """What `profile_model` returns."""
+
+    profile: Profile
+    """of the sizes that are complete"""
+    measured: Measurement
+    complete: bool
+    """False: interrupted; the same call goes on where it stopped"""
+
+
+def profile_model(
+    spec: str,
+    *,
+    settings: MeasureSettings,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    args: Mapping[str, Argument] | None = None,
+    optimizer: str = "sgd",
+    accelerator: str | None = None,
+    calibrate: bool = False,
+    threads: int | None = None,
+    slice_: str = "",
+    report: Report = quiet,
+    before: Callable[[], None] | None = None,
+) -> Profiled:
+    """Profile what `spec` names (see `find_model`) on a device of this machine.
+
+    `accelerator` is the type to file the costs under, by default the catalogue's name of the device. Device and
+    dtype are looked at before the model is built. `before` is called when it is captured and nothing measured yet.
+    """
+    find_dtype(dtype)
+    find_device(device)
+    if ":" not in spec:
+        load_tracer()  # while the weights of a model of the zoo are drawn
+    source = find_model(spec, args)
+    return profile_module(
+        source.module,
+        source.args,
+        source.kwargs,
+        model=source.model,
+        settings=settings,
+        device=device,
+        dtype=dtype,
+        optimizer=optimizer,
+        accelerator=accelerator,
+        calibrate=calibrate,
+        threads=threads,
+        slice_=slice_,
+        report=report,
+        before=before,
+    )
+
+
+def profile_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    model: ModelRef,
+    settings: MeasureSettings,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    optimizer: str = "sgd",
+    accelerator: str | None = None,
+    calibrate: bool = False,
+    threads: int | None = None,
+    slice_: str = "",
+    report: Report = quiet,
+    before: Callable[[], None] | None = None,
+) -> Profiled:
+    """Profile a module with an example of its inputs. The module is moved to the device and put in training mode.
+
+    Raises BaPipeError where no size was measured completely; what was measured is in the cache all the same.
+    """
+    where, kind = find_device(device), find_dtype(dtype)
+    if optimizer not in OPTIMIZER_COPIES:
+        raise BaPipeError(f"unknown optimizer '{optimizer[:60]}'; use one of {', '.join(OPTIMIZER_COPIES)}")
+    if threads is not None:
+        if threads < 1:
+            raise BaPipeError(f"a CPU needs at least 1 thread, got {threads}; raise --threads")
+        torch.set_num_threads(threads)
+    if where.type == "cuda":
+        plain_fp32(dtype)
+    keep_in_pages(where)
+    try:
+        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise BaPipeError(
+                f"the weights of {model.name} do not fit on {device}; profile it where they do"
+            ) from error
+        raise
+    if before is not None:
+        before()
+    measured, complete = measure(
+        chain, _empty(chain, model.name, dtype, optimizer, slice_), settings, report=report
+    )
+    profile = to_profile(
+        measured,
+        accelerator=accelerator or accelerator_name(measured.environment),
+        model=model,
+        calibrate=calibrate,
+    )
+    return Profiled(profile=profile, measured=measured, complete=complete)
+
+
+def _empty(chain: LayerSequence, name: str, dtype: str, optimizer: str, slice_: str) -> Measurement:
+    leaves, _ = chain.inputs(1)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return Measurement(
+        model=name,
+        fingerprint=chain.fingerprint,
+        shapes=tuple(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in tensors),
+        dtype=dtype,
+        optimizer=optimizer,
+        environment=environment_of(chain.device, slice_=slice_),
+        layers=chain.layers,
+        input_bytes=float(sum(leaf.nbytes for leaf in tensors)),
+        state_bytes=float(sum(item.nbytes for item in chain.state())),
+        gradient_bytes=float(sum(item.nbytes for item in chain.module.parameters() if item.requires_grad)),
+        notes=chain.notes,
+    )

@@ -1,0 +1,198 @@
+"""The whole model at once: what the sum of layers is held against, and the optimizer's step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapipe.torch.inputs.build_model import make_optimizer
+from bapipe.torch.profiler.launch_overhead import StepIssue
+from bapipe.torch.profiler.layer_clock import Clock, HostClock
+from bapipe.torch.profiler.layer_memory import is_out_of_memory, storage_of
+from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, tensors_of
+from bapipe.torch.profiler.measure_settings import ROUNDS
+from bapipe.torch.profiler.measurement import Reading, WholeStep
+from bapipe.torch.profiler.statistics import SampleSummary, Stopping, summarise
+
+__all__ = ["steps_left", "time_update", "time_whole"]
+
+_LONG = 0.5
+"""seconds of a step from which on the first counts, though nothing warmed it up"""
+_DISAGREE = 0.05
+"""relative difference of two long steps from which on a third decides"""
+
+
+def steps_left(times: Sequence[tuple[int, float]], round_: int, *, long: bool) -> int:
+    """How often the whole step is still to be timed in this round; `times` are the rounds and seconds so far.
+
+    Twice, before the layers and after them, so that a drift of the machine hits both alike. A long one once,
+    halfway through the layers; where the rounds then differ, once more at the end, and the middle one counts.
+    """
+    here = sum(taken == round_ for taken, _ in times)
+    if not long:
+        return max(0, 2 - here)
+    seconds = [own for _, own in times]
+    doubt = len(seconds) == ROUNDS and max(seconds) - min(seconds) > _DISAGREE * min(seconds)
+    return 1 if doubt and here else max(0, 1 - here)
+
+
+def time_whole(
+    chain: LayerSequence,
+    size: int,
+    *,
+    units: Sequence[RunnableLayer],
+    round_: int,
+    stopping: Stopping,
+    warmup: int,
+) -> WholeStep:
+    """Forward and backward of the whole model from idle to idle, as the module itself.
+
+    On a GPU also as one stage, and how long the host takes to issue each of the `units` within a step: the three
+    by turns, so that what slows the machine for a while slows them alike. The allocator's peak of the eager step
+    is taken too. The gradients are there and are added to.
+    """
+    leaves, call = chain.inputs(size)
+    device = chain.device
+    _make_gradients(chain)
+
+    def eager() -> list[Tensor]:
+        return tensors_of(call(leaves))
+
+    if device.type != "cuda":
+        (own,) = _time([_TrainingStep(eager)], device, stopping, warmup)
+        return WholeStep(microbatch=size, round=round_, chain=own, eager=own)
+    piece = chain.piece(0, len(chain.layers) - 1)
+    roots = [leaves[index] for index in piece.roots]
+    issue = _fitting(StepIssue(units, leaves), warmup)
+    peak, idle = _peak(chain, eager, leaves)
+    steps = [_TrainingStep(eager), _TrainingStep(lambda: tensors_of(piece.run(*roots)))]
+    own, one = _time(steps, device, stopping, warmup, beside=issue)
+    forward, backward = issue.summaries() if issue else ((), ())
+    return WholeStep(
+        microbatch=size,
+        round=round_,
+        chain=one,
+        eager=own,
+        peak=peak,
+        idle=idle,
+        issue_forward=forward,
+        issue_backward=backward,
+    )
+
+
+def _fitting(issue: StepIssue, warmup: int) -> StepIssue | None:
+    """The same after a few steps; None where it does not fit: eager does not keep what crosses the cuts."""
+    try:
+        for _ in range(max(1, warmup)):
+            issue(keep=False)
+        issue.errors.clear()  # or they would count as memory that nothing explains
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return issue
+
+
+def _make_gradients(chain: LayerSequence) -> None:
+    for parameter in chain.module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+class _TrainingStep:
+    """A forward, and the backward from fixed gradients."""
+
+    def __init__(self, forward: Callable[[], list[Tensor]]) -> None:
+        self.forward = forward
+        self.errors: list[Tensor] = []
+
+    def __call__(self) -> None:
+        outputs = [value for value in self.forward() if value.requires_grad]
+        if not self.errors:
+            self.errors = [torch.randn_like(value) / max(1, value.numel()) ** 0.5 for value in outputs]
+        if outputs:
+            torch.autograd.backward(outputs, self.errors)
+
+
+def _time(
+    steps: Sequence[_TrainingStep],
+    device: torch.device,
+    stopping: Stopping,
+    warmup: int,
+    *,
+    beside: StepIssue | None = None,
+) -> list[SampleSummary]:
+    """Each of the steps by turns, until the first has been sampled often enough."""
+    samples: list[list[float]] = [[] for _ in steps]
+    clock = HostClock()
+    for step in steps:
+        for _ in range(warmup):
+            step()
+    cold = warmup == 0
+    begun = time.perf_counter()
+    while not stopping.done(samples[0], spent=time.perf_counter() - begun):
+        for step, own in zip(steps, samples, strict=True):
+            _idle(device)
+            clock.begin()
+            clock.mark()
+            step()
+            _idle(device)
+            clock.mark()
+            taken = clock.read()[0].host
+            if not cold or taken >= _LONG:
+                own.append(taken)
+        if beside is not None:
+            _idle(device)
+            beside()
+        cold = False
+    return [summarise(own) for own in samples]
+
+
+def _idle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak(chain: LayerSequence, forward: Callable[[], list[Tensor]], leaves: Sequence[Any]) -> tuple[float, float]:
+    """(peak, idle): bytes at most during one step; of these what neither state, gradients nor inputs explain."""
+    device = chain.device
+    _idle(device)
+    gradients = [item.grad for item in chain.module.parameters() if item.grad is not None]
+    known = dict(storage_of(tensor) for tensor in (*chain.state(), *gradients, *tensors_of(list(leaves))))
+    idle = torch.cuda.memory_allocated(device) - sum(known.values())
+    torch.cuda.reset_peak_memory_stats(device)
+    outputs = [value for value in forward() if value.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])
+    _idle(device)
+    return float(torch.cuda.max_memory_allocated(device)), float(idle)
+
+
+def time_update(
+    chain: LayerSequence, optimizer: str, *, clock: Clock, stopping: Stopping, warmup: int
+) -> Reading | None:
+    """The optimizer's step over all parameters, at rate 0 so that nothing changes; None without parameters."""
+    _make_gradients(chain)
+    made = make_optimizer(optimizer, list(chain.module.parameters()), rate=0.0)
+    if made is None:
+        return None
+    for _ in range(warmup):
+        made.step()
+    hosts: list[float] = []
+    devices: list[float] = []
+    begun = time.perf_counter()
+    while not stopping.done(hosts, spent=time.perf_counter() - begun):
+        clock.begin()
+        clock.mark()
+        made.step()
+        clock.mark()
+        laps = clock.read()
+        if laps is None:
+            continue
+        hosts.append(laps[0].host)
+        if laps[0].device is not None:
+            devices.append(laps[0].device)
+    return Reading(host=summarise(hosts), device=summarise(devices) if len(devices) == len(hosts) else None)

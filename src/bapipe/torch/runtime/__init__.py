@@ -1,0 +1,1 @@
+"""Training by a plan on every rank: the pipeline, its executor, and gradient sync."""

@@ -1,0 +1,268 @@
+"""From a plan and a captured model to the stages of one rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import BaPipeError
+from bapipe.records.plan import Plan, PlanStage
+from bapipe.schedule.actions import Schedule
+from bapipe.torch.capturing import Captured, Stage, capture
+from bapipe.torch.capturing.torch_internals import flatten_recurrent, swap_parameter, unflatten
+from bapipe.torch.comm import Message, TensorShape
+from bapipe.torch.device.dtypes import DTYPES
+from bapipe.torch.runtime.materialise import fill, initialise, open_state
+from bapipe.torch.runtime.microbatches import InputSpec
+
+__all__ = [
+    "Build",
+    "OwnStages",
+    "check_model",
+    "materialise_stages",
+    "other_names",
+    "own_stages",
+    "parts_of",
+    "planned_model",
+    "stage_parameters",
+    "unused_state",
+]
+
+Build = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+"""makes (module, args, kwargs) with an example of the module's inputs"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnStages:
+    """All that a rank keeps of the model."""
+
+    stages: Mapping[int, Mapping[int, Stage]]
+    """stage -> micro-batch size -> module; the sizes share parameters and buffers"""
+    evaluation: Mapping[int, Mapping[int, Stage]]
+    """the same for evaluation, with the same parameters and buffers; modules that are kept whole are those of the
+    training stages, so `eval()` is for the time of an evaluation only"""
+    messages: dict[tuple[int, int], Message]
+    """(boundary, micro-batch size) -> what crosses it"""
+    differentiable: Mapping[int, tuple[bool, ...]]
+    """boundary -> for which values an error comes back"""
+    inputs: InputSpec
+    needed: frozenset[int]
+    """input leaves that this rank's stages take from the data"""
+    output: Callable[[Sequence[Any]], Any]
+    """puts the last stage's leaves together as the model returns them"""
+
+    def message(self, boundary: int, size: int, onward: bool) -> Message:
+        message = self.messages[boundary, size]
+        if onward:
+            return message
+        wanted = self.differentiable[boundary]
+        return tuple(about for about, gradient in zip(message, wanted, strict=True) if gradient)
+
+    def set_dtypes(self, boundary: int, dtypes: Sequence[torch.dtype]) -> None:
+        """From now on values cross that boundary in these dtypes."""
+        for key, message in self.messages.items():
+            if key[0] == boundary:
+                self.messages[key] = tuple(
+                    replace(about, dtype=dtype) for about, dtype in zip(message, dtypes, strict=True)
+                )
+
+
+def planned_model(build_model: Build | Captured, plan: Plan, seed: int | None) -> Captured:
+    """The plan's model, captured: as it was built, or as `build_model` makes it. Refuses another model."""
+    if isinstance(build_model, Captured):
+        captured = build_model
+    else:
+        if seed is not None:
+            torch.manual_seed(seed)
+        module, args, kwargs = build_model()
+        captured = capture(module, args, kwargs, check=plan.model.fingerprint is None)
+    check_model(captured, plan)
+    return captured
+
+
+def check_model(captured: Captured, plan: Plan) -> None:
+    """Refuse a module that is not the one that was planned, by fingerprint and by the names of its layers."""
+    ref, found = plan.model.ref or plan.model.name, captured.fingerprint
+    names = tuple(layer.name for layer in captured.layers)
+    planned = tuple(dict.fromkeys(item for stage in plan.stages for item in _numbered(stage.first_layer, stage)))
+    planned_names = tuple(name for _, name in planned)
+    if planned_names != names:
+        pairs = zip((*planned_names, "nothing"), (*names, "nothing"), strict=False)
+        here, there = next((a, b) for a, b in pairs if a != b)
+        raise BaPipeError(
+            f"the plan has {len(planned_names)} layers and '{ref}' {len(names)}: where the plan has '{here}' the "
+            f"model has '{there}'; profile and plan it again"
+        )
+    if plan.model.fingerprint is not None and found != plan.model.fingerprint:
+        raise BaPipeError(
+            f"'{ref}' builds a model with fingerprint {found}, but the plan is of {plan.model.fingerprint}: "
+            "its layers or parameters have changed; profile and plan it again"
+        )
+    _check_dtype(captured, plan)
+    _check_parts(captured, plan)
+
+
+def _numbered(first: int, stage: PlanStage) -> list[tuple[int, str]]:
+    """Layers by number, so that one that is split between stages counts once."""
+    return [(first + offset, name) for offset, name in enumerate(stage.layers)]
+
+
+def _check_dtype(captured: Captured, plan: Plan) -> None:
+    """Parameters have the plan's dtype, or fp32 where the plan's is for autocast."""
+    wanted = DTYPES.get(plan.dtype)
+    if wanted is None:
+        return
+    allowed = {wanted, torch.float32} if wanted.itemsize == 2 else {wanted}
+    for name, parameter in captured.module.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in allowed:
+            found = str(parameter.dtype).removeprefix("torch.")
+            raise BaPipeError(
+                f"the plan is for {plan.dtype}, but '{name}' is {found}; convert the model, or plan it as it is"
+            )
+
+
+def parts_of(stage: PlanStage) -> dict[int, tuple[int, int]]:
+    """Layers of which a stage has only some channels -> from where to where."""
+    return {part.layer: (part.start, part.stop) for part in stage.fractions}
+
+
+def stage_parameters(captured: Captured, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the stages that hold it whole. Slices, of which each stage has another, are left out."""
+    found: dict[str, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        parts = parts_of(stage)
+        for layer in range(stage.first_layer, stage.last_layer + 1):
+            whole, _ = captured.held(layer, parts.get(layer))
+            for name in sorted(whole):
+                if index not in found.setdefault(name, []):
+                    found[name].append(index)
+    return {name: tuple(stages) for name, stages in found.items()}
+
+
+def other_names(module: nn.Module) -> dict[str, str]:
+    """Names in the module's state_dict of tensors that have an earlier one -> that one, which stages use."""
+    first = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    names = ((name, first.get(id(tensor), name)) for name, tensor in module.state_dict(keep_vars=True).items())
+    return {name: known for name, known in names if name != known}
+
+
+def unused_state(captured: Captured) -> dict[str, Tensor]:
+    """What of the module's state_dict no layer uses, and so no stage holds; what has no memory is left out."""
+    used = {name for layer in captured.layers for name in (*layer.parameters, *layer.buffers)}
+    others = other_names(captured.module)
+    return {
+        name: tensor
+        for name, tensor in captured.module.state_dict().items()
+        if isinstance(tensor, Tensor)
+        and not tensor.is_meta
+        and others.get(name, name) not in used
+        and name not in others
+    }
+
+
+def _check_parts(captured: Captured, plan: Plan) -> None:
+    """Refuse parts of a layer that does not divide so, or that leave a gap."""
+    done: dict[int, int] = {}
+    for stage in plan.stages:
+        for part in stage.fractions:
+            split = captured.layers[part.layer].split
+            if split is None or split.channels != part.of or part.start != done.get(part.layer, 0):
+                way = "not at all" if split is None else f"into {split.channels} {split.by}"
+                raise BaPipeError(
+                    f"the plan has {part.start} to {part.stop} of {part.of} of layer {part.layer} after "
+                    f"{done.get(part.layer, 0)}, but it divides {way}; profile and plan again"
+                )
+            done[part.layer] = part.stop
+
+
+def materialise_stages(
+    captured: Captured,
+    plan: Plan,
+    stages: Sequence[int],
+    checkpoint: str | Path | Mapping[str, Tensor] | None,
+    seed: int,
+) -> None:
+    """Weights for a rank's stages, where they come from a checkpoint or have no memory yet."""
+    parts = [plan.stages[index] for index in stages]
+    own = [layer for part in parts for layer in captured.layers[part.first_layer : part.last_layer + 1]]
+    parameters = {name for layer in own for name in layer.parameters}
+    if checkpoint is not None:
+        saved = captured.module.state_dict()
+        buffers = {name for layer in own for name in layer.buffers if name in saved}
+        fill(captured.module, parameters | buffers, open_state(checkpoint))
+    else:
+        initialise(captured.module, parameters, seed=seed)
+
+
+def own_stages(
+    captured: Captured,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    rank: int,
+    sizes: Sequence[int],
+    device: torch.device,
+) -> OwnStages:
+    """The stages of a rank, on its device, and what crosses every boundary."""
+    captures = {size: captured.at(size) for size in sorted(set(sizes))}
+    store: dict[tuple[str, int, int], Tensor] = {}
+    stages, evaluation = (
+        {
+            index: {
+                size: _stage(one, plan.stages[index], store, device=device, training=training)
+                for size, one in captures.items()
+            }
+            for index in schedule.stages_of(rank)
+        }
+        for training in (True, False)
+    )
+    for by_size in stages.values():
+        flatten_recurrent(captured.module, dict(next(iter(by_size.values())).named_parameters()))
+    messages, differentiable = {}, {}
+    for boundary, part in enumerate(plan.stages[:-1]):
+        for size, one in captures.items():
+            values = one.crossing(part.last_layer, parts_of(part).get(part.last_layer, (0, None))[1])
+            messages[boundary, size] = tuple(
+                TensorShape(shape=value.shape(size), dtype=value.dtype) for value in values
+            )
+            differentiable[boundary] = tuple(value.requires_grad for value in values)
+    specs = [stage.stage_spec for by_size in stages.values() for stage in by_size.values()]
+    return OwnStages(
+        stages=stages,
+        evaluation=evaluation,
+        messages=messages,
+        differentiable=differentiable,
+        inputs=InputSpec.of(captured),
+        needed=frozenset(root.index for spec in specs for root in spec.roots),
+        output=functools.partial(_unflatten, captured.program.out_spec),
+    )
+
+
+def _stage(
+    captured: Captured,
+    part: PlanStage,
+    store: dict[tuple[str, int, int], Tensor],
+    *,
+    device: torch.device,
+    training: bool,
+) -> Stage:
+    """A stage on its device. The model's buffers go there with it, so that its forms for other sizes and for
+    evaluation, which are built after it, have the same ones; parameters are moved in place."""
+    first, last, parts = part.first_layer, part.last_layer, parts_of(part)
+    stage = captured.stage(first, last, parts=parts, store=store, device=device, training=training).to(device)
+    of_model = {name for name, _ in captured.module.named_buffers()}
+    for name, buffer in stage.named_buffers():
+        if name in of_model and name not in stage.stage_slices:
+            path, _, own = name.rpartition(".")
+            swap_parameter(captured.module.get_submodule(path), own, buffer)
+    return stage
+
+
+def _unflatten(spec: Any, leaves: Sequence[Any]) -> Any:
+    return unflatten(leaves, spec)

@@ -1,0 +1,162 @@
+"""What the runtime can run, checked before any process starts. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+
+from bapipe.errors import BaPipeError
+from bapipe.records.plan import Plan
+from bapipe.schedule.actions import Kind, Lane, Schedule
+from bapipe.schedule.generators import capped
+from bapipe.schedule.validate import require_valid
+
+__all__ = [
+    "compute_lane",
+    "describe_need",
+    "microbatch_sizes",
+    "missing_gpus",
+    "ranks_on_gpus",
+    "runnable_schedule",
+    "threads_per_rank",
+]
+
+
+def runnable_schedule(plan: Plan, *, flushes: bool | None = None) -> Schedule:
+    """The plan's schedule, if the runtime can run it.
+
+    It runs forwards, backwards (whole, or errors and weight gradients apart) and recomputation in one lane per
+    rank over a chain of layers, several stages on a rank and several replicas of a stage if there are, and updates
+    once all gradients are there; and PipeDream's order, which updates while it runs. Whatever else is refused
+    here; so is an order that would wait for ever. `flushes` says which of the two kinds is wanted; None: either.
+    """
+    if plan.model.ref is None:
+        raise BaPipeError(
+            f"the plan of {plan.model.name} names no code to run; "
+            "set model.ref of its profile to package.module:function and plan again"
+        )
+    schedule = plan.schedule.to_schedule()
+    if flushes is not None and flushes != schedule.flushes:
+        raise BaPipeError(
+            f"{schedule.name} waits for every mini-batch to end; train it with Pipeline, or plan with pipedream"
+            if schedule.flushes
+            else f"{schedule.name} updates while it runs; train it with PipeDream, or plan with 1f1b-so"
+        )
+    for index, (stage, ranks) in enumerate(zip(plan.stages, schedule.placement, strict=True)):
+        if len(ranks) != len(stage.accelerators):
+            raise BaPipeError(
+                f"stage {index} has {len(stage.accelerators)} accelerators but {len(ranks)} ranks; plan again"
+            )
+        again = any(((lane.kinds == Kind.R) & (lane.stages == index)).any() for lane in schedule.lanes)
+        if again != stage.recompute:
+            told, order = ("recomputes", "no R") if stage.recompute else ("does not recompute", "R all the same")
+            raise BaPipeError(f"the plan says that stage {index} {told}, but its order has {order}; plan again")
+    for rank in range(schedule.num_ranks):
+        _check_lanes(schedule, rank)
+    _check_layers(plan)
+    microbatch_sizes(plan)
+    require_valid(schedule)
+    if not schedule.flushes:
+        _check_endless(schedule)
+    return schedule
+
+
+def _check_endless(schedule: Schedule) -> None:
+    """An order that goes on for ever is known by its caps alone: 1F1B on straight stages."""
+    N, M = schedule.num_stages, schedule.num_microbatches
+    if schedule.placement != tuple((rank,) for rank in range(N)):
+        raise BaPipeError(
+            f"{schedule.name} runs one stage on each rank without replicas; plan with --schedule pipedream"
+        )
+    if schedule.caps is None or schedule.lanes != capped(N, M, schedule.caps).lanes:
+        raise BaPipeError(
+            f"{schedule.name} never flushes, which can be run in 1F1B's order only; plan with --schedule pipedream"
+        )
+
+
+def _check_lanes(schedule: Schedule, rank: int) -> None:
+    computing = [lane for lane in schedule.lanes if lane.rank == rank and lane.name != "all-reduce"]
+    if len(computing) != 1:
+        raise BaPipeError(
+            f"rank {rank} computes on {len(computing)} lanes at once, which only an FPGA does; "
+            "plan with 1f1b-sno, 1f1b-so, 1f1b or gpipe"
+        )
+    updated = False
+    for action in computing[0]:
+        if updated and action.kind != Kind.U:
+            raise BaPipeError(f"rank {rank}: {action} follows an update, which cannot be run yet; move it")
+        updated = action.kind == Kind.U
+        if action.kind == Kind.A:
+            raise BaPipeError(f"rank {rank}: {action} belongs on the all-reduce lane; move it there")
+
+
+def _check_layers(plan: Plan) -> None:
+    """Stages follow one another, and only a layer that is split between them is in both."""
+    parts: dict[tuple[int, str], int] = {}
+    """a layer and the accelerator that has a part of it -> for which stage"""
+    expected = 0
+    for index, stage in enumerate(plan.stages):
+        count = stage.last_layer - stage.first_layer + 1
+        if stage.first_layer != expected or count < 1 or len(stage.layers) != count:
+            raise BaPipeError(
+                f"stage {index} has layers {stage.first_layer} to {stage.last_layer} and "
+                f"{len(stage.layers)} names where layer {expected} is next; plan again"
+            )
+        for layer, name in ((part.layer, name) for part in stage.fractions for name in stage.accelerators):
+            if (layer, name) in parts:
+                raise BaPipeError(
+                    f"stages {parts[layer, name]} and {index} are both on {name} and both have a part of layer "
+                    f"{layer}; cut it so that a rank has one part"
+                )
+            parts[layer, name] = index
+        goes_on = any(part.layer == stage.last_layer and part.stop < part.of for part in stage.fractions)
+        expected = stage.last_layer + (0 if goes_on else 1)
+
+
+def microbatch_sizes(plan: Plan) -> tuple[int, ...]:
+    """Samples of each micro-batch; the last one may be short."""
+    count, size = plan.microbatches, plan.microbatch_size
+    if count != plan.schedule.microbatches:
+        raise BaPipeError(
+            f"the plan has {count} micro-batches but its schedule {plan.schedule.microbatches}; plan again"
+        )
+    last = plan.minibatch - (count - 1) * size
+    if not 1 <= last <= size:
+        raise BaPipeError(
+            f"{count} micro-batches of {size} cannot hold a mini-batch of {plan.minibatch} samples; plan again"
+        )
+    return (*[size] * (count - 1), last)
+
+
+def compute_lane(schedule: Schedule, rank: int) -> Lane:
+    """The lane of a rank that computes; it may have another for the all-reduce."""
+    return next(lane for lane in schedule.lanes if lane.rank == rank and lane.name != "all-reduce")
+
+
+def ranks_on_gpus(plan: Plan, device: str | None) -> list[int]:
+    """The ranks that will ask torch for a GPU: all or none by the `device` that is given, else as planned."""
+    if device is not None:
+        return list(range(len(plan.ranks))) if device.startswith("cuda") else []
+    kinds = {item.name: plan.cluster.types[item.type].kind for item in plan.cluster.accelerators}
+    return [rank for rank, name in enumerate(plan.ranks) if kinds[name] == "gpu"]
+
+
+def describe_need(plan: Plan, device: str | None) -> str:
+    """Why a run needs a GPU, to begin a complaint with."""
+    if device is not None:
+        return f"--device {device} needs a GPU"
+    types = {item.name: item.type for item in plan.cluster.accelerators}
+    ranks = ranks_on_gpus(plan, device)
+    names = ", ".join(dict.fromkeys(types[plan.ranks[rank]][:40] for rank in ranks[:4]))
+    return f"the plan has {len(ranks)} of {len(plan.ranks)} ranks on GPUs ({names})"
+
+
+def missing_gpus(need: str, version: str, *, built: bool) -> BaPipeError:
+    """That torch has no GPU to offer; `built` says whether it could use one."""
+    found = "sees none" if built else "is built without CUDA"
+    return BaPipeError(f"{need}, but torch {version} here {found}; give --device cpu, or run it where GPUs are")
+
+
+def threads_per_rank(ranks: int) -> int:
+    """An equal part of this machine's cores for each of its ranks, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)

@@ -1,0 +1,285 @@
+"""One (virtual) stage on one rank: its forward and backward of one micro-batch, and what is live between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from bapipe.torch.capturing import Stage
+from bapipe.torch.device.h2d_copy import Upload
+from bapipe.torch.stage.input_boundary import Entrance
+from bapipe.torch.stage.loss import LossSum
+from bapipe.torch.stage.saved_tensors import SavedValues
+from bapipe.torch.stage.split_backward import DelayedWeights, SplitBackward
+
+__all__ = ["StageRunner"]
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class StageRunner:
+    """Runs micro-batches of a stage. A micro-batch is live from its forward to the end of its backward."""
+
+    def __init__(
+        self,
+        stage: int,
+        modules: Mapping[int, Stage],
+        *,
+        sizes: Sequence[int],
+        evaluation: Mapping[int, Stage] | None = None,
+        device: torch.device | None = None,
+        recompute: bool = False,
+        parted: bool = False,
+        loss: LossSum | None = None,
+        output: Callable[[Sequence[Any]], Any] | None = None,
+    ) -> None:
+        """`modules` by micro-batch size, `evaluation` the same in evaluation mode; `sizes` are the micro-batches'.
+
+        `parted`: its backwards are done in two parts, `input_gradient` and `weight_gradient`. The last stage has a
+        `loss`, and puts together what the model returns with `output`.
+        """
+        self.stage = stage
+        self.recompute = recompute
+        self.peak_live = 0
+        self.sent_dtypes: tuple[torch.dtype, ...] | None = None
+        """what is sent is converted to; None: it has the captured dtypes, as always without autocast"""
+        self.made_dtypes: tuple[torch.dtype, ...] = ()
+        """of what the last forward made, before it was converted"""
+        self._upload = None if device is None else Upload(device)
+        self._modules = modules
+        self._evaluation = evaluation or {}
+        self._sizes = tuple(sizes)
+        self._loss = loss
+        self._output = output
+        self._step = 0
+        self._inputs: Sequence[Sequence[Any]] = ()
+        self._targets: Sequence[Any] = ()
+        self._weights: Mapping[str, Tensor] = {}
+        self._live: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        """micro-batch -> what the stage received, if needed again, and what it made (the last stage: a loss)"""
+        self._entrances: dict[int, Entrance] = {}
+        """micro-batch -> where its errors come out; not of a stage whose backwards are done in two parts"""
+        spec = self.spec
+        self._delayed: dict[int, DelayedWeights | None] = {}
+        """micro-batch -> weight gradients that wait for their turn"""
+        self._saved: dict[int, SavedValues] = {}
+        """micro-batch -> what its forward saved, until it is known what of it the weight gradients need"""
+        self._parted = parted
+        self._watches = parted and not spec.whole
+        # Only what a capture has fixed has the same graph every time: no loss, no module that is kept whole.
+        self._split = SplitBackward(list(self.module.parameters()), fixed=loss is None and not spec.whole)
+        self._takes_error = [about.requires_grad for about in spec.received]
+        self._gets_error = [about.requires_grad for about in spec.sent]
+        self._roots = [root.index for root in spec.roots]
+        self._written = _written_buffers(self.module) if recompute else {}
+        self._before: dict[int, dict[str, Tensor]] = {}
+        """micro-batch -> buffers as they were before its forward, until it is recomputed"""
+
+    @property
+    def module(self) -> Stage:
+        """The stage, for parameters and buffers, which all sizes share."""
+        return next(iter(self._modules.values()))
+
+    @property
+    def spec(self) -> Any:
+        return self.module.stage_spec
+
+    def begin(
+        self,
+        step: int,
+        inputs: Sequence[Sequence[Any]],
+        targets: Sequence[Any],
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """A mini-batch begins: each micro-batch's input leaves and target, empty where this stage needs none.
+
+        It runs with the `weights` that are given, by name, in place of the module's own; gradients go to them.
+        """
+        assert self.idle, "something of the last mini-batch was kept"
+        self._step = step
+        self._inputs = inputs
+        self._targets = targets
+        self._weights = weights or {}
+        self.peak_live = 0
+
+    def end(self) -> None:
+        """The mini-batch is over: let go of its data."""
+        self._inputs = self._targets = ()
+        self._weights = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self._live and not self._before and not self._saved and not self._entrances
+
+    def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What goes to the next stage, detached; nothing at the last stage, which keeps its loss."""
+        if self.recompute:
+            self._before[microbatch] = {name: buffer.clone() for name, buffer in self._written.items()}
+            with torch.no_grad():
+                made = self._run(microbatch, received, count=True)
+            self._live[microbatch] = (received, ())
+        else:
+            made = self._run_for_backward(microbatch, received, count=True)
+        self.peak_live = max(self.peak_live, len(self._live))
+        return () if self._loss is not None else self._sent(made)
+
+    def _sent(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.sent_dtypes is None:
+            return tuple(value.detach() for value in made)
+        self.made_dtypes = tuple(value.dtype for value in made)
+        return tuple(value.detach().to(dtype) for value, dtype in zip(made, self.sent_dtypes, strict=True))
+
+    def evaluate(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """As `forward`, but nothing stays live."""
+        with torch.no_grad(), _evaluating(self._evaluation[self._sizes[microbatch]]):
+            made = self._run(microbatch, received, count=True, modules=self._evaluation)
+        return () if self._loss is not None else self._sent(made)
+
+    def again(self, microbatch: int) -> None:
+        """Recompute: the forward again, this time for the backward.
+
+        It reads and writes copies of the buffers as they were at the first time, so it gives the same, running
+        statistics count it once, and no buffer changes that the backward has kept.
+        """
+        received, _ = self._live[microbatch]
+        buffers = self._before.pop(microbatch)
+        self._run_for_backward(microbatch, received, count=False, buffers=buffers)
+
+    def _run_for_backward(
+        self,
+        microbatch: int,
+        received: tuple[Tensor, ...],
+        *,
+        count: bool,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """What it makes is live now. Of what was received only that is kept which the backward needs, unless that
+        is done in two parts."""
+        if self._parted:
+            made = self._run(microbatch, self._tracked(received), count=count, buffers=buffers)
+            self._live[microbatch] = (received, made)
+            return made
+        entrance = self._entrances[microbatch] = Entrance()
+        values = entrance.enter(received, self._takes_error)
+        made = self._run(microbatch, values, count=count, buffers=buffers)
+        self._live[microbatch] = ((), made)
+        return made
+
+    def _tracked(self, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for value, wanted in zip(received, self._takes_error, strict=True):
+            if wanted:
+                value.requires_grad_()
+        return received
+
+    def _run(
+        self,
+        microbatch: int,
+        received: tuple[Tensor, ...],
+        *,
+        count: bool,
+        modules: Mapping[int, Stage] | None = None,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        module = (modules or self._modules)[self._sizes[microbatch]]
+        # Not as an attribute: nn.Module takes its time over each.
+        module.__dict__["rng_position"] = (self._step, microbatch)
+        leaves = self._inputs[microbatch] if self._roots else ()
+        values = (*received, *(self._here(leaves[index]) for index in self._roots))
+        others = {**self._weights, **(buffers or {})}
+        with self._watched(microbatch):
+            made = functional_call(module, others, values) if others else module(*values)
+        if self._loss is None:
+            return tuple(made)
+        assert self._output is not None
+        target = self._targets[microbatch] if len(self._targets) else None
+        return (self._loss.of(self._output(made), target, microbatch, count=count),)
+
+    def _watched(self, microbatch: int) -> AbstractContextManager[None]:
+        if not self._watches or not torch.is_grad_enabled():
+            return _NOTHING
+        saved = self._saved[microbatch] = SavedValues()
+        return saved.watching()
+
+    def _here(self, leaf: Any) -> Any:
+        """An input of the model on the stage's device, where it gets only now: a mini-batch may be large."""
+        return leaf if self._upload is None or not isinstance(leaf, Tensor) else self._upload(leaf)
+
+    def backward(self, microbatch: int, errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Gradients into the parameters' `.grad`; returns the errors for the stage before.
+
+        `errors` are for the sent values that have a gradient; what got none goes back as zeros.
+        """
+        received, made = self._live[microbatch]
+        outputs, given = self._roots_of_backward(made, errors)
+        if outputs:
+            torch.autograd.backward(outputs, given)
+        del self._live[microbatch]
+        entrance = self._entrances.pop(microbatch, None)
+        return self._errors(received) if entrance is None else entrance.errors()
+
+    def input_gradient(self, microbatch: int, errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The first part of the backward: the errors for the stage before. The micro-batch stays live."""
+        assert self._parted, "a runner must know from its forward on that a backward will be done in two parts"
+        received, made = self._live[microbatch]
+        outputs, given = self._roots_of_backward(made, errors)
+        wanted = [value for value in received if value.requires_grad]
+        saved = self._saved.pop(microbatch, None)
+        self._delayed[microbatch] = self._split.run(outputs, given, wanted, saved=saved) if outputs else None
+        self._live[microbatch] = ((), ())
+        made_errors = self._errors(received)
+        for value in wanted:  # the graph that waits holds them by its ends, and needs nothing of them there
+            value.grad = None
+            if saved is not None:  # what weight gradients need of them is in its slots
+                value.data = value.new_empty(0)
+        return made_errors
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """The second part of the backward: gradients into the parameters' `.grad`."""
+        delayed = self._delayed.pop(microbatch)
+        if delayed is not None:
+            delayed.run()
+        del self._live[microbatch]
+
+    def _roots_of_backward(
+        self, made: tuple[Tensor, ...], errors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What to differentiate, and with which errors."""
+        if self._loss is not None:
+            return (list(made), [None]) if made[0].requires_grad else ([], [])
+        wanted = (value for value, wants in zip(made, self._gets_error, strict=True) if wants)
+        pairs = [(value, error) for value, error in zip(wanted, errors, strict=True) if value.requires_grad]
+        return [value for value, _ in pairs], [
+            error if error.dtype == value.dtype else error.to(value.dtype) for value, error in pairs
+        ]
+
+    def _errors(self, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.zeros_like(value) if value.grad is None else value.grad
+            for value, wanted in zip(received, self._takes_error, strict=True)
+            if wanted
+        )
+
+
+@contextlib.contextmanager
+def _evaluating(stage: Stage) -> Iterator[None]:
+    """Evaluation mode for a while: modules that are kept whole are the training stage's own."""
+    modes = [(module, module.training) for module in stage.modules()]
+    stage.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _written_buffers(module: Stage) -> dict[str, Tensor]:
+    """Buffers that a forward may write: all that are saved with the model, and no constants of the trace."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}

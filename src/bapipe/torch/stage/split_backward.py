@@ -1,0 +1,191 @@
+"""The backward of a stage in two parts, without a change to its modules: errors first, weight gradients later.
+
+In autograd's graph, nodes between the outputs and the stage's inputs are the trunk; what leads from there to a
+weight is a branch. The first part runs the trunk and notes the gradient that enters each node with a branch. The
+second starts again at those nodes and runs only the branches.
+
+    output ── Addmm ── Relu ── Addmm ── input        trunk
+                └─ T ── weight   └─ T ── weight      branches
+
+A weight that hangs on several trunk nodes would be counted again by every node above it. Where all its ways up go
+through one node beside the trunk, its stem, the first part takes the gradient of that node's results along and
+the second starts there; so it is with a decoder's first layer, which attention and later layers use. Else it
+gets its gradient in the first part, and so does one of a recurrent layer on the trunk whose library makes both
+gradients in one go. A stage without inputs that want an error has no trunk: all is done in the second part.
+
+Between the parts a micro-batch holds the gradients that were noted, and of what its forward saved only what the
+second part asks for. Which that is, is seen at the first micro-batch, where both parts run at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from bapipe.torch.stage.autograd_graph import Anatomy, dissect, nodes_of
+from bapipe.torch.stage.saved_tensors import SavedValues
+
+__all__ = ["DelayedWeights", "SplitBackward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DelayedWeights:
+    """What the second part needs; holds the graph of the micro-batch from the uppermost branch down."""
+
+    entered: tuple[tuple[Node, list[tuple[Tensor | None, ...]], tuple[nn.Parameter, ...]], ...]
+    """trunk node, the gradients that entered it, and the weights on its branch"""
+    stems: tuple[tuple[list[GradientEdge], list[Tensor | None], tuple[nn.Parameter, ...]], ...] = ()
+    """results of a stem, their gradients, and the weights below"""
+    free: tuple[nn.Parameter, ...] = ()
+    """weights that no trunk leads to, with what to differentiate for them and the errors of that"""
+    outputs: tuple[Tensor | GradientEdge, ...] = ()
+    errors: tuple[Tensor | None, ...] = ()
+    saved: SavedValues | None = None
+
+    def gradients(self) -> list[Tensor]:
+        """What it holds beside the graph."""
+        noted = [item for _, gradients, _ in self.entered for entered in gradients for item in entered]
+        noted += [item for _, gradients, _ in self.stems for item in gradients]
+        return [item for item in (*noted, *self.errors) if item is not None]
+
+    def run(self) -> None:
+        """Add the weight gradients to `.grad`."""
+        for node, gradients, weights in self.entered:
+            for entered in gradients:
+                _add_below([GradientEdge(node, number) for number in range(len(entered))], entered, weights)
+        for edges, found, weights in self.stems:
+            _add_below(edges, found, weights)
+        if self.free:
+            _add(self.outputs, self.errors, self.free)
+        if self.saved is not None:
+            self.saved.keep_only(())  # a value may hold the graph that holds it
+
+
+def _add_below(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], weights: Sequence[nn.Parameter]
+) -> None:
+    """From those edges on that a gradient came to."""
+    pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+    if pairs:
+        _add([edge for edge, _ in pairs], [gradient for _, gradient in pairs], weights)
+
+
+def _add(outputs: Sequence[Any], errors: Sequence[Tensor | None], weights: Sequence[nn.Parameter]) -> None:
+    """Gradients by `grad`, because `backward` does not start from edges in every version of torch."""
+    _accumulate(weights, torch.autograd.grad(outputs, weights, errors, allow_unused=True))
+
+
+def _accumulate(values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Into `.grad`. The first is copied: two values may be given the same tensor."""
+    for value, gradient in zip(values, gradients, strict=True):
+        if gradient is not None:
+            value.grad = gradient.clone() if value.grad is None else value.grad.add_(gradient)
+
+
+def _backward(
+    outputs: Sequence[Tensor],
+    errors: Sequence[Tensor | None],
+    wanted: Sequence[Tensor],
+    results: Sequence[GradientEdge],
+) -> list[Tensor | None]:
+    """Gradients into `.grad` of what is wanted, and those of the results, which are returned; keeps the graph."""
+    inputs: Any = (*wanted, *results)
+    found = torch.autograd.grad(tuple(outputs), inputs, tuple(errors), retain_graph=True, allow_unused=True)
+    _accumulate(wanted, found[: len(wanted)])
+    return list(found[len(wanted) :])
+
+
+class SplitBackward:
+    """Splits the backward of one stage's module."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], *, fixed: bool = False) -> None:
+        """`fixed`: the graph is the same for every micro-batch, so it is looked at once (some 3 µs a node)."""
+        self._weights = [weight for weight in weights if weight.requires_grad]
+        self._fixed = fixed
+        self._anatomy: Anatomy | None = None
+        self._needed: frozenset[int] = frozenset()
+        """numbers of the saved values that the second part asks for"""
+        self._count: int | None = None
+        """of the saved values of which that is known"""
+
+    def run(
+        self,
+        outputs: Sequence[Tensor],
+        errors: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        *,
+        saved: SavedValues | None = None,
+    ) -> DelayedWeights:
+        """The first part: errors into the inputs' `.grad`. All outputs have a gradient, all inputs want one.
+
+        With `saved`, what the forward saved, which must be in the same order every time, the second part of the
+        first micro-batch follows at once, and from then on nothing is held that it does not need.
+        """
+        roots = [output.grad_fn for output in outputs]
+        nodes = nodes_of(self._anatomy, roots) if self._fixed and self._anatomy is not None else None
+        if nodes is None:
+            self._anatomy = dissect(roots, inputs, self._weights)
+            nodes = nodes_of(self._anatomy, roots)
+        anatomy = self._anatomy
+        assert anatomy is not None
+        assert nodes is not None
+        upper, lower = nodes
+        entered, handles = [], []
+        for branch, node in zip(anatomy.branches, upper, strict=True):
+            noted: list[tuple[Tensor | None, ...]] = []
+            handles.append(node.register_prehook(_noting(noted)))
+            entered.append((node, noted, tuple(self._weights[index] for index in branch.weights)))
+        wanted = [*inputs, *(self._weights[index] for index in anatomy.early)]
+        edges = [
+            [GradientEdge(node, number) for number in stem.results]
+            for stem, node in zip(anatomy.stems, lower, strict=True)
+        ]
+        taken: list[Tensor | None] = []
+        try:
+            if edges:
+                taken = _backward(outputs, errors, wanted, list(itertools.chain(*edges)))
+            elif wanted:
+                torch.autograd.backward(tuple(outputs), tuple(errors), inputs=wanted, retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        gradients = iter(taken)
+        stems = tuple(
+            (own, [next(gradients) for _ in own], tuple(self._weights[index] for index in stem.weights))
+            for stem, own in zip(anatomy.stems, edges, strict=True)
+        )
+        free = tuple(self._weights[index] for index in anatomy.free)
+        delayed = DelayedWeights(
+            entered=tuple(entered),
+            stems=stems,
+            free=free,
+            outputs=tuple(map(_root, outputs, errors)) if free else (),
+            errors=tuple(errors) if free else (),
+            saved=saved,
+        )
+        if saved is None:
+            return delayed
+        if self._count is None:
+            self._needed, self._count = saved.used_by(delayed.run), len(saved)
+            return DelayedWeights(entered=())
+        if len(saved) == self._count:
+            saved.keep_only(self._needed)
+        return delayed
+
+
+def _root(output: Tensor, error: Tensor | None) -> Tensor | GradientEdge:
+    """Where to start from, without the values of the output; one that has no error is a loss, a single number."""
+    return output if error is None else get_gradient_edge(output)
+
+
+def _noting(noted: list[tuple[Tensor | None, ...]]) -> Callable[[tuple[Tensor, ...]], None]:
+    def note(gradients: tuple[Tensor, ...]) -> None:
+        noted.append(gradients)
+
+    return note

@@ -1,0 +1,1 @@
+"""Runs compared with training in a single process."""

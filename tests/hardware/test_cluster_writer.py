@@ -1,0 +1,49 @@
+"""A written cluster reads back the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.hardware.cluster_toml import cluster_toml
+from paths import REPOSITORY
+
+EXAMPLES = sorted((REPOSITORY / "examples").glob("cluster-*.toml"))
+
+
+def _written(cluster: Cluster, folder: Path) -> Cluster:
+    path = folder / "cluster.toml"
+    path.write_text(cluster_toml(cluster, comment="what\nand why"), encoding="utf-8")
+    return read_cluster(str(path))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_reads_back_the_same(path: Path, tmp_path: Path) -> None:
+    cluster = read_cluster(str(path))
+    assert _written(cluster, tmp_path) == cluster
+
+
+@pytest.mark.parametrize("spec", ["4xv100", "2xa100+2xv100", "2xvcu129+2xvcu118", "cpu"])
+def test_a_shorthand_becomes_a_file(spec: str, tmp_path: Path) -> None:
+    cluster = read_cluster(spec)
+    assert _written(cluster, tmp_path) == cluster
+
+
+def test_names_with_quotes_and_rates_of_its_own(tmp_path: Path) -> None:
+    cluster = read_cluster("3xv100")
+    kinds = {'my "fast" \\ card': replace(cluster.types["v100-16"], name='my "fast" \\ card')}
+    odd = replace(
+        cluster,
+        name='two\nlines and "quotes" \x7f ü',
+        types=kinds,
+        accelerators=tuple(replace(item, type='my "fast" \\ card') for item in cluster.accelerators),
+        pairs={"node0/0 - node0/2": replace(cluster.within, bandwidth=1.25e9, latency=3e-6, duplex="half")},
+        collective_bandwidth=1.6e9,
+        collective_overlap=0.625,
+        bus_bandwidth=4.8e10,
+    )
+    assert _written(odd, tmp_path) == odd

@@ -1,0 +1,208 @@
+"""The one line of a run that failed, and who waits for whom."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bapipe.schedule.actions import Action
+from bapipe.torch.health.failure import Failure, explain, read_failures, write_failure
+from bapipe.torch.health.rank_status import (
+    Progress,
+    Status,
+    culprit,
+    located,
+    progress_file,
+    read_progress,
+    status_table,
+)
+
+NOW = 1000.0
+SUMMARY = """\
+E1115 03:16:48.309000 8779 api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 8783) of binary: python
+Failures:
+[1]:
+  time      : 2026-11-15_03:16:48
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 8784)  (SIGKILL)
+  error_file: <N/A>
+[2]:
+  rank      : 2 (local_rank: 2)
+  exitcode  : -15 (pid: 8785)  (SIGTERM)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 8783)
+============================================================
+"""
+AT = "rank 1 on here, stage 1, action 1F2 of step 7"
+
+
+def _explained(folder: Path, summary: str = "") -> tuple[str, int]:
+    failure = explain(folder, stages=((0,), (1,), (2, 5)), host="here", summary=summary, code=1)
+    return failure.line, failure.code
+
+
+def _leave(folder: Path, by: int, reason: str, *, lost: bool = False, where: str = AT, **more: object) -> None:
+    values = {"rank": 1, "by": by, "where": where, "reason": reason, "lost": lost, "at": float(by), **more}
+    write_failure(Failure(**values), folder, by=by)  # type: ignore[arg-type]
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    _leave(tmp_path, 2, "has ended", lost=True)
+    _leave(tmp_path, 0, "has ended; rank 0 noticed at action 0B1 of step 7", lost=True)
+    assert _explained(tmp_path, SUMMARY) == (f"{AT}: was killed by SIGKILL; rank 0 noticed", 1)
+    assert _explained(tmp_path) == (f"{AT}: has ended; rank 0 noticed at action 0B1 of step 7", 1)
+
+
+def test_a_rank_that_was_ended_because_it_did_not_answer_was_not_killed(tmp_path: Path) -> None:
+    _leave(tmp_path, 0, "does not answer; rank 0 waited 3 s", lost=True, table="rank …")
+    assert _explained(tmp_path, SUMMARY) == (f"{AT}: does not answer; rank 0 waited 3 s", 1)
+
+
+def test_the_rank_that_failed_of_itself_comes_before_those_that_lost_it(tmp_path: Path) -> None:
+    _leave(tmp_path, 0, "has ended", lost=True)
+    _leave(tmp_path, 1, "ValueError: broke (model.py:3)")
+    assert _explained(tmp_path, SUMMARY) == (f"{AT}: ValueError: broke (model.py:3)", 1)
+    assert [failure.by for failure in read_failures(tmp_path)] == [0, 1]
+
+
+def test_what_concerns_no_single_rank_stands_alone(tmp_path: Path) -> None:
+    for rank in range(3):
+        _leave(tmp_path, rank, "no such model; correct it", where="", code=2)
+    assert _explained(tmp_path) == ("no such model; correct it", 2)
+
+
+def test_a_rank_killed_unnoticed_is_known_from_torchrun(tmp_path: Path) -> None:
+    progress = Progress(progress_file(tmp_path, 1))
+    progress.begin(7)
+    progress.note_action(Action.parse("1F2"))
+    assert _explained(tmp_path, SUMMARY) == (f"{AT}: was killed by SIGKILL", 1)
+
+
+def test_a_rank_that_never_began_was_starting_up(tmp_path: Path) -> None:
+    assert _explained(tmp_path, SUMMARY)[0] == "rank 1 on here, stage 1, starting up: was killed by SIGKILL"
+
+
+def test_without_any_word_torchrun_has_the_last(tmp_path: Path) -> None:
+    assert _explained(tmp_path, "first\nNo module named torch\n") == (
+        "torchrun ended with code 1: No module named torch",
+        1,
+    )
+    assert _explained(tmp_path) == ("torchrun ended with code 1: it said nothing", 1)
+
+
+def test_progress_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from bapipe.schedule.actions import Action
+from bapipe.torch.health.rank_status import Progress
+progress = Progress(Path({str(tmp_path / "progress")!r}))
+progress.begin(3)
+progress.note_action(Action.parse("12B345"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    known = read_progress(tmp_path / "progress")
+    assert known is not None
+    assert known[:2] == ("action 12B345 of step 3", 12)
+    assert read_progress(tmp_path / "no-such-file") is None
+
+
+def test_progress_is_what_was_noted_last() -> None:
+    progress = Progress(None)
+    assert progress.current[0] == "starting up"
+    progress.begin(2)
+    assert progress.current[:2] == ("before step 2", None)
+    progress.note_action(Action.parse("1U"))
+    assert progress.current[:2] == ("action 1U of step 2", 1)
+    progress.step = 3  # PipeDream's goes on without a pause
+    assert progress.current[0] == "action 1U of step 3"
+    progress.note("a very long note " * 20)
+    assert progress.current[0].startswith("a very long note a very")
+
+
+def _status(rank: int, *, waits_rank: int | None = None, said: float = NOW, waits: str = "") -> Status:
+    return Status(
+        rank=rank,
+        host=f"host{rank}",
+        machine="m",
+        process="1 1",
+        stages=(rank, rank + 4),
+        at=f"action {rank}F1 of step 3",
+        stage=rank,
+        waits=waits or ("" if waits_rank is None else f"rank {waits_rank} ({waits_rank}F1)"),
+        waits_rank=waits_rank,
+        since=NOW - 3,
+        said=said,
+    )
+
+
+@pytest.mark.parametrize(
+    ("waits", "silent", "start", "expected"),
+    [
+        ({0: 1, 1: 2, 2: 3}, (), 1, 3),
+        ({0: 1, 1: 2, 2: 3, 3: 2}, (3,), 1, 3),
+        ({0: 1, 1: 2, 2: 1, 3: 2}, (), 1, 2),
+        ({0: 1, 2: 1, 3: 2}, (), 1, 1),
+        ({0: 1, 1: 2, 2: 3}, (), None, 3),
+        ({0: 1, 1: 2, 2: 3}, (1,), None, 1),
+        ({0: 1, 1: 2}, (), None, None),
+    ],
+    ids=["chain", "silent-one", "circle", "itself", "only-idle", "only-silent", "nobody-knows"],
+)
+def test_who_waits_for_whom_leads_to_the_culprit(
+    waits: dict[int, int], silent: tuple[int, ...], start: int | None, expected: int | None
+) -> None:
+    statuses = {
+        rank: _status(rank, waits_rank=waits.get(rank), said=NOW - 30 if rank in silent else NOW)
+        for rank in range(4)
+    }
+    assert culprit(statuses, start, now=NOW) == expected
+
+
+@pytest.mark.parametrize(("silent", "expected"), [((3,), 3), ((), 3), ((2, 3), 1)])
+def test_a_rank_that_waits_for_all_is_not_the_culprit(silent: tuple[int, ...], expected: int) -> None:
+    """Rank 0 has the sum and waits for rank 1 in the next step, which still waits for rank 3's part of the sum."""
+    statuses = {
+        0: _status(0, waits_rank=1),
+        **{rank: _status(rank, waits="all ranks (summing the loss)") for rank in (1, 2)},
+        3: _status(3),
+    }
+    for rank in silent:
+        statuses[rank] = replace(statuses[rank], said=NOW - 30)
+    assert culprit(statuses, 1, now=NOW) == expected
+
+
+def test_the_table_says_what_every_rank_waits_for() -> None:
+    statuses = {0: _status(0, waits_rank=1), 1: _status(1, said=NOW - 3), 2: _status(2, waits="all ranks (loss)")}
+    assert status_table(statuses, now=NOW).splitlines() == [
+        "rank  stage  host   at                    waits for         for  heard",
+        "0     0,4    host0  action 0F1 of step 3  rank 1 (1F1)      3 s  now",
+        "1     1,5    host1  action 1F1 of step 3  not known         3 s  3 s ago",
+        "2     2,6    host2  action 2F1 of step 3  all ranks (loss)  3 s  now",
+    ]
+
+
+def test_a_rank_between_actions_is_located_by_all_its_stages() -> None:
+    assert located(_status(1), 1) == "rank 1 on host1, stage 1, action 1F1 of step 3"
+    assert located(None, 1, stages=(1, 5)) == "rank 1, stages 1 and 5"
+
+
+def test_a_failure_is_one_json_object(tmp_path: Path) -> None:
+    _leave(tmp_path, 3, "broke")
+    assert json.loads((tmp_path / "failure-3.json").read_text())["reason"] == "broke"
+
+
+def test_launching_and_comparing_need_no_torch() -> None:
+    modules = "bapipe.analysis.predicted_measured, bapipe.torch.launch.launcher, bapipe.torch.launch.node_commands, bapipe.cli.launch, bapipe.cli.run"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

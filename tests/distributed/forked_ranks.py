@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["TIMEOUT", "fork_ranks", "read_results", "run_cases", "run_own_cases", "start"]
 
-TESTS = Path(__file__).resolve().parents[1]
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 TIMEOUT = datetime.timedelta(seconds=300)
 """for ranks that wait while others run cases without them"""
 
@@ -25,7 +25,7 @@ def start(worker: Path, folder: Path, *, seconds: float) -> None:
     """Run a worker script on a folder to its end; what it writes is shown if it fails."""
     done = subprocess.run(
         [sys.executable, str(worker), str(folder)],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)},
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -1,7 +1,7 @@
 """Plans that a change of structure must not change, and how they are recorded.
 
-`python tests/reference_plans.py` plans every case again and writes tests/data/reference_plans.json. That is for
-changes that mean to change plans; say in the commit which plans changed and why.
+`python tests/helpers/reference_plans.py` plans every case again and writes tests/data/reference_plans.json. That
+is for changes that mean to change plans; say in the commit which plans changed and why.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from paths import REPOSITORY
 
 __all__ = ["REFERENCE", "Case", "cases", "planned"]
 
-ROOT = REPOSITORY
-REFERENCE = Path(__file__).parent / "data" / "reference_plans.json"
+REFERENCE = REPOSITORY / "tests" / "data" / "reference_plans.json"
 CLUSTERS = ("4xv100", "8xa100", "2xa100+2xv100")
 OTHERS = {
     "adam": ("bert-large", "--cluster", "8xa100", "--optimizer", "adam"),
@@ -76,10 +75,10 @@ def cases() -> Iterator[Case]:
     for model in BUILTIN_NAMES:
         for cluster in CLUSTERS:
             yield Case(f"{model} on {cluster}", (model, "--cluster", cluster))
-    for path in sorted((ROOT / "profiles").rglob("*.json")):
+    for path in sorted((REPOSITORY / "profiles").rglob("*.json")):
         profile = json.loads(path.read_text(encoding="utf-8"))
         for kind in profile["accelerators"]:
-            relative = path.relative_to(ROOT).as_posix()
+            relative = path.relative_to(REPOSITORY).as_posix()
             arguments = (relative, "--minibatch", "256", "--dtype", profile["dtype"])
             yield Case(f"{relative} on 4x{kind}", arguments, slices_of=kind)
     for name, arguments in OTHERS.items():
@@ -94,7 +93,7 @@ def planned(case: Case) -> dict[str, Any]:
             cluster = Path(folder) / "cluster.toml"
             cluster.write_text(SLICES.format(kind=case.slices_of), encoding="utf-8")
             arguments += ["--cluster", str(cluster)]
-        done = bapipe("plan", *arguments, "--json", folder=ROOT)
+        done = bapipe("plan", *arguments, "--json", folder=REPOSITORY)
     if done.returncode:
         assert "nothing fits" in done.stderr, (case, done.stderr)
         return {"exit": done.returncode}

@@ -21,9 +21,9 @@ from bapipe.reporting.charts.frame import CHARACTER, Scale, log_ticks, short
 from bapipe.reporting.charts.layer_costs import MOST_COLUMNS, layers_chart, stages_chart
 from bapipe.reporting.charts.rank_memory import memory_chart
 from bapipe.reporting.drawing.rows import rows_of, waits
-from bapipe.reporting.html.layer_view import LayerView, cuts_of, layer_view, shares_of
-from bapipe.reporting.html.memory_view import memory_view
 from bapipe.reporting.html.page_data import timeline_data
+from bapipe.reporting.views.layer_view import LayerView, cuts_of, layer_view, shares_of
+from bapipe.reporting.views.memory_view import memory_view
 from bapipe.schedule.actions import Kind
 from bapipe.units import format_seconds
 from report_plans import SHAPES, planned, run_of

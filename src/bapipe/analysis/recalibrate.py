@@ -100,7 +100,7 @@ def recalibrate(plan: Plan, record: RunRecord, profile: Profile) -> Recalibratio
 def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) -> Plan:
     """The same partition and order with the stages' times by another profile, and another cluster's links.
 
-    `bapipe.planner.evaluate.plan_timeline` then predicts its mini-batch. The time and rivals that stand in the plan are
+    `bapipe.planner.evaluate.plan_timeline` then predicts its mini-batch. The time and rivals in the plan are
     those of the old profile, and so is the all-reduce.
     """
     types = _types(plan)
@@ -158,7 +158,7 @@ def _ends(stage: PlanStage, layers: int) -> Floats:
 
 
 def _stage_costs(profile: Profile, stage: PlanStage, accelerator: str, microbatch: int) -> _StageCosts:
-    """As `bapipe.planner.evaluate` has them, what parts of layers cost beyond their share (`part_costs`) included."""
+    """As `bapipe.planner.evaluate` has them, with what parts of layers cost beyond their share (`part_costs`)."""
     shares, costs = _shares(stage, len(profile.layers)), profile.at(accelerator, microbatch)
     ends = _ends(stage, len(profile.layers))
     whole = np.array([holds_all_weights(layer) for layer in profile.layers]) & (ends > 0)

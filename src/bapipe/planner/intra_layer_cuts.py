@@ -1,8 +1,9 @@
 """Cuts inside layers: which layers are tried divided, and the best cuts where a part costs more than its share.
 
-The exact partition (`bapipe.planner.partition.exact.solve`) adds up what units cost and cannot see a cost that depends on where
-a stage begins or ends. Here the order of accelerators and the number of stages are given and only the cuts are
-looked for: a dynamic programme over (stage, last unit) has such costs, and the memory of `stage_bytes`, in it.
+The exact partition (`bapipe.planner.partition.exact.solve`) adds up what units cost and cannot see a cost that
+depends on where a stage begins or ends. Here the order of accelerators and the number of stages are given and only
+the cuts are looked for: a dynamic programme over (stage, last unit) has such costs, and the memory of
+`stage_bytes`, in it.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ def divided_stages(
 ) -> list[list[StageChoice]]:
     """The best cuts for the accelerators of these straight stages in their order; [] if none fits.
 
-    The time is that of `bapipe.planner.partition.exact.problem`, T = Φ + B, with what parts cost on top. Two are returned
-    where they differ: the least longest stage, and the least T of a few limits between that and where a longer one
-    cannot pay. Cost: stages · units² for each limit.
+    The time is that of `bapipe.planner.partition.exact.problem`, T = Φ + B, with what parts cost on top. Two are
+    returned where they differ: the least longest stage, and the least T of a few limits between that and where a
+    longer one cannot pay. Cost: stages · units² for each limit.
     """
     spans, sends = _spans(chain, stages, hardware, family, microbatches)
     shortest, least = _least(spans, None, sends), _least(spans, np.inf, sends)

@@ -137,7 +137,7 @@ def optimal(
     unlimited: bool = False,
     fast_links: bool = True,
 ) -> list[StageChoice]:
-    """The optimal stages for a family of schedules (see `bapipe.planner.partition.exact.solve`); raises InfeasibleError.
+    """The optimal stages for a family of schedules; raises InfeasibleError (`bapipe.planner.partition.exact`).
 
     With `unlimited`, those without replicas if memory did not matter.
     """

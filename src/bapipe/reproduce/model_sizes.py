@@ -1,8 +1,9 @@
 """Table IV: the largest GNMT-L that trains in 16 GB per GPU, by the planner's memory model.
 
 Per stage: weights, gradients and Adam's state (16 bytes a parameter), what backward keeps of every live
-micro-batch (`bapipe.models.builtin.recurrent` says what), what is sent and received, a layer's workspace, and a constant C0 for
-all that the model does not know (the CUDA context, cuDNN, the allocator). C0 is fitted to data parallelism alone.
+micro-batch (`bapipe.models.builtin.recurrent` says what), what is sent and received, a layer's workspace, and a
+constant C0 for all that the model does not know (the CUDA context, cuDNN, the allocator). C0 is fitted to data
+parallelism alone.
 """
 
 from __future__ import annotations

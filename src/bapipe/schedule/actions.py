@@ -4,7 +4,8 @@
     rank 1       1F0 1B0 1F1 1B1 1F2 1B2    stage 1
 
 A rank runs the actions of one lane strictly in order. Most ranks have one lane; FBP has two, because an FPGA
-runs forward and backward at once. Transfers are not actions: they follow from the order (see `bapipe.simulator.simulate`).
+runs forward and backward at once. Transfers are not actions: they follow from the order (see
+`bapipe.simulator.simulate`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from bapipe.reporting.charts.frame import (
     y_axis,
 )
 from bapipe.reporting.drawing.action_styles import LOOKS
-from bapipe.reporting.html.layer_view import Cut, LayerView, ShownLayer, cuts_of
+from bapipe.reporting.views.layer_view import Cut, LayerView, ShownLayer, cuts_of
 from bapipe.schedule.actions import Kind
 from bapipe.units import format_bytes, format_seconds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bapipe.reporting.charts.frame import WIDTH, Chart, Scale, label, legend, rect, safe
-from bapipe.reporting.html.memory_view import MemoryView, RankMemory
+from bapipe.reporting.views.memory_view import MemoryView, RankMemory
 from bapipe.units import format_bytes
 
 __all__ = ["MOST_RANKS", "memory_chart"]

@@ -15,11 +15,11 @@ from bapipe.reporting.charts.frame import DARK, LIGHT, chart_style, safe
 from bapipe.reporting.drawing.action_styles import LOOKS
 from bapipe.reporting.drawing.patterns import patterns
 from bapipe.reporting.drawing.timeline_svg import render_svg
-from bapipe.reporting.html.layer_view import layer_view, require_profile_of
-from bapipe.reporting.html.memory_view import memory_view
 from bapipe.reporting.html.page_data import page_data, script_json
 from bapipe.reporting.html.sections import Subject, charts_of, sections_html
 from bapipe.reporting.trace import trace_json
+from bapipe.reporting.views.layer_view import layer_view, require_profile_of
+from bapipe.reporting.views.memory_view import memory_view
 from bapipe.simulator.timeline import Timeline
 
 __all__ = [

@@ -18,9 +18,9 @@ from bapipe.reporting.charts.layer_costs import layers_chart, stages_chart
 from bapipe.reporting.charts.rank_memory import memory_chart
 from bapipe.reporting.html.board_section import boards_section
 from bapipe.reporting.html.elements import counted, figure, picture, seconds, section, share, size, table
-from bapipe.reporting.html.layer_view import LayerView
-from bapipe.reporting.html.memory_view import MemoryView
 from bapipe.reporting.terminal.plan_table import answer
+from bapipe.reporting.views.layer_view import LayerView
+from bapipe.reporting.views.memory_view import MemoryView
 from bapipe.simulator.timeline import Timeline
 from bapipe.units import format_throughput
 

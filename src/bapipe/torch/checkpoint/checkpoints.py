@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,9 @@ from bapipe.torch.checkpoint.training_state import (
     write_small,
 )
 from bapipe.torch.comm import guarded
-from bapipe.torch.runtime.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from bapipe.torch.runtime.pipeline import Pipeline
 
 __all__ = ["Checkpoints", "Loaded", "Stateful"]
 

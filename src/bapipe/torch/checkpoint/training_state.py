@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from bapipe.torch.checkpoint.tensor_pieces import (
     read_pieces,
     saved_tensor,
 )
-from bapipe.torch.runtime.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from bapipe.torch.runtime.pipeline import Pipeline
 
 __all__ = [
     "fill_optimizer",

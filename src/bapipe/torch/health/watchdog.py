@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -42,8 +43,10 @@ from bapipe.torch.health.process_exit import (
 from bapipe.torch.health.processes import end_process, has_ended, on_termination, own_machine, own_process
 from bapipe.torch.health.rank_status import QUIET, Progress, Status, culprit, located, read_progress, status_table
 from bapipe.torch.health.rank_store import RankStore
-from bapipe.torch.runtime.executor import ActionError, Executor
-from bapipe.torch.stage.error_context import one_line
+from bapipe.torch.stage.error_context import ActionError, one_line
+
+if TYPE_CHECKING:
+    from bapipe.torch.runtime.executor import Executor
 
 __all__ = ["Watch"]
 

@@ -1,4 +1,4 @@
-"""One rank of a run, as torchrun starts it: `torchrun --nproc-per-node 2 -m bapipe.torch.launch.worker plan.json`."""
+"""One rank of a run, as torchrun starts it: `torchrun --nproc-per-node 2 -m bapipe.torch.launch.worker PLAN`."""
 
 from __future__ import annotations
 

@@ -14,28 +14,18 @@ from typing import Any
 
 from torch import Tensor
 
-from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Action, Kind, Schedule
 from bapipe.torch.comm import Inbox, Message, Outbox, Transport, Wire
 from bapipe.torch.runtime.action_clock import ActionClock
 from bapipe.torch.runtime.gradient_sync import Reducer
 from bapipe.torch.runtime.plan_checks import compute_lane
-from bapipe.torch.stage.error_context import described
+from bapipe.torch.stage.error_context import ActionError, described
 from bapipe.torch.stage.runner import StageRunner
 
-__all__ = ["ActionError", "Executor", "RankTrace"]
+__all__ = ["Executor", "RankTrace"]
 
 MessageOf = Callable[[int, int, bool], Message]
 """(boundary, micro-batch, onward) -> what crosses"""
-
-
-class ActionError(BaPipeError):
-    """An action that failed; says which rank, stage and action, and why."""
-
-    def __init__(self, rank: int, action: Action, cause: Exception, reason: str) -> None:
-        self.cause = cause
-        self.reason = reason
-        super().__init__(f"rank {rank}, stage {action.stage}, action {action}: {reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

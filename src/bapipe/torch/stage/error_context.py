@@ -11,14 +11,24 @@ from typing import Any
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
+from bapipe.schedule.actions import Action
 from bapipe.torch.capturing import Stage
 
-__all__ = ["described", "layers_of", "one_line"]
+__all__ = ["ActionError", "described", "layers_of", "one_line"]
 
 _LOSS_FILE = "bapipe/torch/stage/loss.py"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SHOWN = 6
 """tensors whose shapes are said"""
+
+
+class ActionError(BaPipeError):
+    """An action that failed; says which rank, stage and action, and why."""
+
+    def __init__(self, rank: int, action: Action, cause: Exception, reason: str) -> None:
+        self.cause = cause
+        self.reason = reason
+        super().__init__(f"rank {rank}, stage {action.stage}, action {action}: {reason}")
 
 
 def one_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.fpga.row_stream import Conv, Tiles, build, interval
+from row_stream import Conv, Tiles, build, interval
 
 from bapipe.fpga import explore_fpga, make_fpga_plan
 from bapipe.planner import Request

@@ -53,7 +53,7 @@ def plan_on_fpgas(model: str, cluster: Cluster, request: Request, options: dict[
         write_plan(plan, options["out"])
     written: list[str] = []
     if options["report"]:
-        from bapipe.cli.report import write_report
+        from bapipe.reporting.html.write_report import write_report
 
         written = write_report(plan, options["report"], steps=steps)
     if options["as_json"]:

@@ -93,7 +93,7 @@ def plan_command(model: str, **options: Any) -> None:
     if options["out"]:
         write_plan(plan, options["out"])
     if options["report"]:
-        from bapipe.cli.report import write_report
+        from bapipe.reporting.html.write_report import write_report
 
         steps = tuple(found.steps or _paper_steps(found))
         options["written"] = write_report(plan, options["report"], profile=found.profile, steps=steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,9 +10,8 @@ if TYPE_CHECKING:
     from bapipe.costs.profile import Profile
     from bapipe.planner.partition.paper.step_record import Step
     from bapipe.records.plan import Plan
-    from bapipe.records.run_record import RunRecord
 
-__all__ = ["report_command", "write_report"]
+__all__ = ["report_command"]
 
 
 @click.command("report")
@@ -55,6 +53,7 @@ def report_command(
     """
     from bapipe.records.plan import read_plan
     from bapipe.records.run_record import read_run
+    from bapipe.reporting.html.write_report import write_report
 
     plan = read_plan(plan_file)
     record = None if run_file is None else read_run(run_file)
@@ -63,7 +62,7 @@ def report_command(
     written = write_report(
         plan,
         out,
-        record=record,
+        run=record,
         profile=profile,
         steps=steps,
         svg_folder=svg_folder,
@@ -72,53 +71,6 @@ def report_command(
     )
     for line in written:
         click.echo(line)
-
-
-def write_report(
-    plan: Plan,
-    out: str,
-    *,
-    record: RunRecord | None = None,
-    profile: Profile | None = None,
-    steps: tuple[Step, ...] = (),
-    svg_folder: str | None = None,
-    png_folder: str | None = None,
-    trace_file: str | None = None,
-) -> list[str]:
-    """Write the page and what else was asked for; a line for each."""
-    from bapipe.io.files import write_bytes, write_text
-    from bapipe.reporting.drawing.png import to_png
-    from bapipe.reporting.html.document import make_subject, pictures, render_report, trace_of
-    from bapipe.units import format_bytes
-
-    subject = make_subject(plan, record=record, profile=profile, steps=steps)
-    page = render_report(subject)
-    write_text(out, page)
-    lines = [f"wrote {out}, {format_bytes(len(page.encode()))}: open it in a browser"]
-    drawn = {} if svg_folder is None and png_folder is None else pictures(subject)
-    if svg_folder is not None:
-        for name, text in drawn.items():
-            write_text(_folder(svg_folder) / name, text)
-            lines.append(f"wrote {Path(svg_folder) / name}")
-    if png_folder is not None:
-        for name, text in drawn.items():
-            path = _folder(png_folder) / f"{name.removesuffix('.svg')}.png"
-            write_bytes(path, to_png(text))
-            lines.append(f"wrote {path}")
-    if trace_file is not None:
-        write_text(trace_file, trace_of(subject))
-        lines.append(f"wrote {trace_file}: open it at ui.perfetto.dev")
-    return lines
-
-
-def _folder(name: str) -> Path:
-    from bapipe.errors import FileFormatError
-
-    try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileFormatError(f"{name} cannot be made: {error}; name another folder") from None
-    return Path(name)
 
 
 def _profile(plan: Plan, model: str | None) -> Profile | None:

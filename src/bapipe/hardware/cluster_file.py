@@ -5,17 +5,24 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.hardware.catalog import catalog_aliases, find_type, load_catalog
 from bapipe.hardware.catalog.accelerator_types import TypeEntry, accelerator_type
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.io.decode import decode
-from bapipe.io.files import load_toml
+from bapipe.io.files import load_toml, parse_toml
 from bapipe.units import parse_bandwidth, parse_seconds
 
-__all__ = ["CLUSTER_SCHEMA", "MAX_ACCELERATORS", "read_cluster", "with_link_bandwidth", "with_memory_limit"]
+__all__ = [
+    "CLUSTER_SCHEMA",
+    "MAX_ACCELERATORS",
+    "parse_cluster",
+    "read_cluster",
+    "with_link_bandwidth",
+    "with_memory_limit",
+]
 
 CLUSTER_SCHEMA = "bapipe.cluster/1"
 MAX_ACCELERATORS = 4096
@@ -145,7 +152,15 @@ def _default_link(types: dict[str, AcceleratorType], *, what: str) -> Link:
 
 
 def _read_file(path: str) -> Cluster:
-    data = load_toml(path)
+    return _cluster(load_toml(path), path)
+
+
+def parse_cluster(text: str, *, where: str) -> Cluster:
+    """The cluster of a TOML text, as in a cluster file; `where` says in messages where it comes from."""
+    return _cluster(parse_toml(text, where=where), where)
+
+
+def _cluster(data: dict[str, Any], path: str) -> Cluster:
     found = data.get("schema")
     if found != CLUSTER_SCHEMA:
         got = "nothing" if found is None else f"'{str(found)[:60]}'"

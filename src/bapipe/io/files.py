@@ -20,6 +20,7 @@ __all__ = [
     "dump_json",
     "load_json",
     "load_toml",
+    "parse_toml",
     "plain_values",
     "read_text",
     "read_versioned",
@@ -72,13 +73,17 @@ def load_json(path: str | Path) -> Any:
 
 def load_toml(path: str | Path) -> dict[str, Any]:
     """The values of a TOML file."""
-    text = read_text(path)
+    return parse_toml(read_text(path), where=str(path))
+
+
+def parse_toml(text: str, *, where: str) -> dict[str, Any]:
+    """The values of a TOML text; `where` says in messages where it comes from."""
     try:
         return tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
-        raise FileFormatError(f"{path} is not valid TOML: {error}") from None
+        raise FileFormatError(f"{where} is not valid TOML: {error}") from None
     except RecursionError:
-        raise FileFormatError(f"{path} is nested too deeply; it cannot be such a file") from None
+        raise FileFormatError(f"{where} is nested too deeply; it cannot be such a file") from None
 
 
 def read_versioned(cls: type[T], path: str | Path, *, schema: str) -> T:

@@ -138,7 +138,7 @@ def weigh(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> S
         workspace=tuple(max(pair) for pair in zip(onward, backward, strict=True)),
         forward_workspace=tuple(onward),
         backward_workspace=tuple(backward),
-        weight_workspace=tuple(later),
+        weight_workspace=tuple(float(size) for size in later),
         library=tuple(library),
         passing_forward=tuple(passing),
         passing_backward=tuple(returning),

@@ -78,8 +78,9 @@ def test_schedules_are_simulated() -> None:
 
 
 def test_what_is_wrong_is_said_in_one_line() -> None:
-    with pytest.raises(bapipe.BaPipeError, match=r"unknown model 'bert-lage' .did you mean 'bert-large'") as caught:
+    with pytest.raises(bapipe.BaPipeError, match="unknown model 'bert-lage'") as caught:
         bapipe.plan("bert-lage", "4xv100")
+    assert "did you mean 'bert-large'" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,21 +15,9 @@ from bapipe.planner import Request, explore, make_plan
 from bapipe.planner.evaluate import plan_timeline
 from bapipe.records.plan import Plan, write_plan
 from bapipe.records.run_record import write_run
+from command import bapipe, refused
 from made_profiles import made_cluster, made_profile
 from made_runs import made_run, stretched
-
-
-def bapipe(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from bapipe.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
-
-
-def refused(*arguments: str, folder: Path) -> str:
-    """The one line on stderr of a refused command."""
-    done = bapipe(*arguments, folder=folder)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr
 
 
 def _written(folder: Path, *, slower: float = 2.0) -> Plan:

@@ -11,24 +11,11 @@ import pytest
 
 from bapipe.costs.profile import write_profile
 from bapipe.records.plan import read_plan
+from command import bapipe, refused
 from made_profiles import made_profile
 from paths import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
-
-
-def bapipe(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from bapipe.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
-
-
-def refused(*arguments: str, folder: Path | None = None) -> str:
-    """The one line on stderr of a refused command."""
-    done = bapipe(*arguments, folder=folder)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr
 
 
 def test_json_has_what_other_programs_need() -> None:

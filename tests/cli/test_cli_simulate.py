@@ -15,6 +15,7 @@ import pytest
 from bapipe import __version__
 from bapipe.schedule.generators import SCHEDULES, make_schedule
 from bapipe.schedule.schedule_file import read_schedule, write_schedule
+from command import bapipe
 
 BAPIPE = Path(sys.executable).with_name("bapipe")
 SIZES = ["--stages", "4", "--microbatches", "8"]
@@ -22,16 +23,7 @@ COSTS = ["--forward", "10", "--backward", "20", "--transfer", "5"]
 
 
 def run(*arguments: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", **variables}
-    return subprocess.run(
-        [str(BAPIPE), *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
+    return bapipe(*arguments, folder=folder, **{"COLUMNS": "100", "NO_COLOR": "1", **variables})
 
 
 def printed(*arguments: str, folder: Path | None = None) -> str:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from bapipe.cli import cli
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import read_plan
+from command import refused
 from paths import REPOSITORY
 
 TYPE = """
@@ -101,14 +102,7 @@ def test_a_layer_table_and_a_board_of_ones_own(tmp_path: Path) -> None:
 )
 def test_bad_input_is_one_line_and_exit_2(tmp_path: Path, model: str, board: str, message: str) -> None:
     cluster = own_cluster(tmp_path, board=board, memory="0", bandwidth="0")
-    result = subprocess.run(
-        [str(Path(sys.executable).with_name("bapipe")), "plan", model, "--cluster", cluster],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
-    assert message in result.stderr
+    assert message in refused("plan", model, "--cluster", cluster)
 
 
 def test_planning_fpgas_does_not_load_torch() -> None:

@@ -16,12 +16,16 @@ from bapipe.cli import main
 __all__ = ["bapipe", "refused"]
 
 
-def bapipe(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command that starts no ranks; its exit code, standard output and standard error."""
-    out, err = io.StringIO(), io.StringIO()
+def bapipe(*arguments: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that starts no ranks; its exit code, standard output and standard error.
+
+    `variables` are environment variables, such as COLUMNS.
+    """
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     with (
         mock.patch.object(sys, "argv", ["bapipe", *arguments]),
         mock.patch.object(sys, "path", list(sys.path)),
+        mock.patch.dict(os.environ, variables),
         _within(folder),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -32,7 +36,8 @@ def bapipe(*arguments: str, folder: Path | None = None) -> subprocess.CompletedP
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         else:
             code = 0
-    return subprocess.CompletedProcess(["bapipe", *arguments], code, out.getvalue(), err.getvalue())
+    texts = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(["bapipe", *arguments], code, *texts)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,13 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from bapipe.io.files import dump_json
 from bapipe.schedule.actions import Action
-from bapipe.torch.health.failure import Failure, explain, read_failures, write_failure
+from bapipe.torch.health.failure import (
+    Failure,
+    explain,
+    forget_notes,
+    parse_failure,
+    read_failures,
+    write_failure,
+    write_finished,
+)
 from bapipe.torch.health.rank_status import (
     Progress,
     Status,
     culprit,
     located,
+    parse_status,
     progress_file,
     read_progress,
     status_table,
@@ -45,8 +56,9 @@ Root Cause (first observed failure):
 AT = "rank 1 on here, stage 1, action 1F2 of step 7"
 
 
-def _explained(folder: Path, summary: str = "") -> tuple[str, int]:
-    failure = explain(folder, stages=((0,), (1,), (2, 5)), host="here", summary=summary, code=1)
+def _explained(folder: Path, summary: str = "", code: int = 1) -> tuple[str, int]:
+    failure = explain(folder, stages=((0,), (1,), (2, 5)), host="here", summary=summary, code=code)
+    assert failure is not None
     return failure.line, failure.code
 
 
@@ -71,7 +83,7 @@ def test_the_rank_that_failed_of_itself_comes_before_those_that_lost_it(tmp_path
     _leave(tmp_path, 0, "has ended", lost=True)
     _leave(tmp_path, 1, "ValueError: broke (model.py:3)")
     assert _explained(tmp_path, SUMMARY) == (f"{AT}: ValueError: broke (model.py:3)", 1)
-    assert [failure.by for failure in read_failures(tmp_path)] == [0, 1]
+    assert [failure.by for failure in read_failures(tmp_path, ranks=3)] == [0, 1]
 
 
 def test_what_concerns_no_single_rank_stands_alone(tmp_path: Path) -> None:
@@ -99,6 +111,58 @@ def test_without_any_word_torchrun_has_the_last(tmp_path: Path) -> None:
     assert _explained(tmp_path) == ("torchrun ended with code 1: it said nothing", 1)
 
 
+UNREADABLE = "a rank failed, and what it said of it cannot be read"
+
+
+@pytest.mark.parametrize("code", [0, -1, 256, True, False, None, "0", 1.0, [], 2**70])
+def test_a_failure_never_has_the_code_of_success(tmp_path: Path, code: object) -> None:
+    said = {"rank": 1, "by": 0, "where": AT, "reason": "broke", "at": 1.0, "code": code}
+    for given in (said, json.dumps(said)):
+        found = parse_failure(given, ranks=3)
+        assert (found.line, found.code) == (f"{AT}: broke", 1)
+    assert Failure(rank=0, by=0, where="", reason="", at=0.0, code=code).code == 1  # type: ignore[arg-type]
+    (tmp_path / "failure-0.json").write_text(json.dumps(said))
+    assert _explained(tmp_path, code=0) == (f"{AT}: broke", 1)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "[", "null", "0", "{}", "[" * 100_000, '{"rank": "x"}', "\0", '{"code": 0}', "NaN"]
+)
+def test_a_failure_that_cannot_be_read_is_one(tmp_path: Path, said: str) -> None:
+    assert (parse_failure(said, ranks=3).line, parse_failure(said, ranks=3).code) == (UNREADABLE, 1)
+    (tmp_path / "failure-0.json").write_text(said)
+    assert _explained(tmp_path, code=0) == (UNREADABLE, 1)
+
+
+@pytest.mark.parametrize("rank", [-1, 3, 10**30])
+def test_a_rank_that_the_run_does_not_have_is_not_lost(rank: int) -> None:
+    said = {"rank": rank, "by": 0, "where": AT, "reason": "broke", "at": 1.0, "lost": True}
+    found = parse_failure(said, ranks=3)
+    assert (found.rank, found.lost, found.code) == (0, False, 1)
+
+
+def test_only_ranks_that_have_all_finished_are_success(tmp_path: Path) -> None:
+    stages = ((0,), (1,))
+    for rank in range(2):
+        line, code = _explained(tmp_path, code=0)
+        assert (line, code) == (f"rank {rank} on here, stage {rank}: ended before it had finished, with code 0", 1)
+        write_finished(tmp_path, by=rank)
+    assert explain(tmp_path, stages=stages, host="here", summary="", code=0) is None
+    _leave(tmp_path, 1, "broke")
+    assert _explained(tmp_path, code=0) == (f"{AT}: broke", 1)
+    forget_notes(tmp_path, by=1)
+    assert _explained(tmp_path, code=0)[0].startswith("rank 1 on here, stage 1: ended before")
+
+
+def test_what_happens_to_torchrun_comes_before_ranks_that_seem_lost(tmp_path: Path) -> None:
+    _leave(tmp_path, 0, "has ended", lost=True)
+    assert _explained(tmp_path, code=-9) == ("torchrun was killed by SIGKILL, and its ranks with it", 1)
+    summary = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 1\n"
+    assert _explained(tmp_path, summary) == ("stopped by SIGHUP, sent to torchrun", 129)
+    _leave(tmp_path, 1, "stopped by SIGHUP after 3 steps, saved as here", where="", code=129)
+    assert _explained(tmp_path, summary) == ("stopped by SIGHUP after 3 steps, saved as here", 129)
+
+
 def test_progress_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
     code = f"""
 import os, signal
@@ -115,6 +179,12 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert known is not None
     assert known[:2] == ("action 12B345 of step 3", 12)
     assert read_progress(tmp_path / "no-such-file") is None
+    (tmp_path / "link").symlink_to(tmp_path / "progress")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "larger").write_bytes(bytes(121))
+    (tmp_path / "no-action").write_bytes(b"\xff" * 120)
+    for name in ("link", "pipe", "larger", "no-action", "", "\0"):
+        assert read_progress(Path(f"{tmp_path}/{name}")) is None, name
 
 
 def test_progress_is_what_was_noted_last() -> None:
@@ -180,6 +250,39 @@ def test_a_rank_that_waits_for_all_is_not_the_culprit(silent: tuple[int, ...], e
     for rank in silent:
         statuses[rank] = replace(statuses[rank], said=NOW - 30)
     assert culprit(statuses, 1, now=NOW) == expected
+
+
+def test_a_status_is_of_the_rank_that_it_is_found_under() -> None:
+    said = dump_json(_status(1, waits_rank=0))
+    assert parse_status(said, 1, ranks=2) == _status(1, waits_rank=0)
+    assert parse_status(said, 0, ranks=2) is None
+    assert parse_status(dump_json(_status(1, waits_rank=-9)), 1, ranks=2) is None
+    for wrong in ("", "[", "7", "{}", "[" * 100_000):
+        assert parse_status(wrong, 1, ranks=2) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/notes/progress-1", True),
+        ("/notes/progress-2", False),
+        ("/notes/bapipe-rank-1-1-abc", True),
+        ("/notes/bapipe-rank-1-2-abc", False),
+        ("/notes/bapipe-rank-victim", False),
+        ("/notes/bapipe-rank-1-1-/../passwords", False),
+        ("/notes/../notes/progress-1", False),
+        ("/other/progress-1", False),
+        ("progress-1", False),
+        ("", False),
+    ],
+)
+def test_a_file_is_known_by_the_place_and_the_name_that_the_run_gives_it(path: str, expected: bool) -> None:
+    pytest.importorskip("torch", reason="ranks run with torch")
+    from bapipe.torch.health.process_exit import is_file_of
+
+    status = replace(_status(1), progress=path)
+    assert is_file_of(status, Path("/notes/progress-0")) is expected
+    assert not is_file_of(status, None)
 
 
 def test_the_table_says_what_every_rank_waits_for() -> None:

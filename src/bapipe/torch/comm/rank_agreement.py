@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bapipe.torch.comm import guarded
 
-__all__ = ["clock_offset", "gathered", "machine_name", "sum_over_ranks"]
+__all__ = ["clock_offset", "gathered", "machine_name", "max_over_ranks", "sum_over_ranks"]
 
 T = TypeVar("T")
 _ROUNDS = 16
@@ -26,6 +26,14 @@ def sum_over_ranks(value: float) -> float:
     with guarded(None):
         dist.all_reduce(total)
     return float(total)
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest of every rank's value, once all ranks are here."""
+    largest = torch.tensor(value, dtype=torch.float64)
+    with guarded(None):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def gathered(value: T) -> list[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import tempfile
@@ -10,8 +11,18 @@ from pathlib import Path
 from types import TracebackType
 
 from bapipe.torch.health.failure import Failure, RunError
+from bapipe.torch.health.rank_status import Status, progress_file
 
-__all__ = ["FAILED", "PREFIX", "clear_files", "hide_told_errors", "leave", "own_file", "print_failure"]
+__all__ = [
+    "FAILED",
+    "PREFIX",
+    "clear_files",
+    "hide_told_errors",
+    "is_file_of",
+    "leave",
+    "own_file",
+    "print_failure",
+]
 
 PREFIX = "bapipe-rank-"
 """how the names of files begin in which ranks keep what they are at"""
@@ -28,12 +39,31 @@ def print_failure(failure: Failure, rank: int) -> None:
     sys.stderr.flush()
 
 
-def own_file() -> Path:
-    """A file for what a rank is at, where nobody gave it one; `clear_files` removes it."""
-    handle, name = tempfile.mkstemp(prefix=PREFIX)
+def own_file(process: str) -> Path:
+    """A file for what a rank is at, where nobody gave it one; `clear_files` removes it.
+
+    Its name has that of the process, so that others know whose it is.
+    """
+    handle, name = tempfile.mkstemp(prefix=_prefix(process))
     os.close(handle)
     _files.append(Path(name))
     return Path(name)
+
+
+def is_file_of(status: Status, own: Path | None) -> bool:
+    """Whether the file that a rank says it keeps what it is at in is that rank's, where this rank's is `own`.
+
+    The name comes from a store that others may write to. So it must be in the same folder, and have the name that
+    the launcher gives it or that `own_file` gives to the file of that process.
+    """
+    path = Path(status.progress)
+    if own is None or path.parent != own.parent:
+        return False
+    return path == progress_file(own.parent, status.rank) or path.name.startswith(_prefix(status.process))
+
+
+def _prefix(process: str) -> str:
+    return f"{PREFIX}{process.replace(' ', '-')}-"
 
 
 def clear_files() -> None:
@@ -45,8 +75,9 @@ def clear_files() -> None:
 def leave(code: int) -> None:
     """End the process at once, from any thread."""
     clear_files()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # who read it may be gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from bapipe.torch.comm.rank_agreement import machine_name
 
 __all__ = ["end_process", "has_ended", "on_termination", "own_machine", "own_process"]
+
+_NAME = re.compile(r"([1-9]\d{0,9}) (\d{0,20})")
+"""of a process: its number and its start, which not every system tells"""
+_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+"""what torchrun gives all its ranks and nobody else"""
+_heard: dict[int, Any] = {}
+"""signals that `on_termination` listens for, and what handled them before"""
 
 
 def own_machine() -> str:
@@ -40,38 +48,76 @@ def _state(number: int) -> tuple[str, str]:
 
 
 def has_ended(process: str) -> bool:
-    """Whether a process of this machine, as it named itself, is no more."""
-    number, _, start = process.partition(" ")
+    """Whether a process of this machine, as it named itself, is no more; of what is no name that is not known."""
+    named = _NAME.fullmatch(process)
+    if named is None:
+        return False
+    number, start = int(named[1]), named[2]
     if start:
-        state, found = _state(int(number))
+        state, found = _state(number)
         return found != start or state in ("Z", "X")
     try:
-        os.kill(int(number), 0)
+        os.kill(number, 0)
     except ProcessLookupError:
         return True
-    except OSError:
+    except (OSError, OverflowError):
         return False
     return False
 
 
-def end_process(process: str) -> None:
-    """Kill a process of this machine, as it named itself; only where the system tells it from a later one."""
-    number, _, start = process.partition(" ")
-    if start and not has_ended(process):
-        with contextlib.suppress(OSError):
-            os.kill(int(number), signal.SIGKILL)
+def end_process(process: str) -> bool:
+    """Kill another rank of this run, as it named itself; returns whether it was done.
+
+    The name comes from a store that others may write to. So it must be a process of this user that the same
+    torchrun has started for the same run, and the system must tell it from a later one of the same number.
+    """
+    named = _NAME.fullmatch(process)
+    if named is None or not named[2] or not hasattr(os, "pidfd_open"):
+        return False
+    number = int(named[1])
+    try:
+        handle = os.pidfd_open(number)
+    except (OSError, OverflowError):
+        return False
+    try:
+        # The handle is of one process, whoever has its number later: what is looked at is what is killed.
+        if has_ended(process) or not _is_rank_of_this_run(number):
+            return False
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
 
 
-def on_termination(call: Callable[[], None]) -> bool:
-    """Have `call` called in a thread when SIGTERM comes, even while the main thread is in a call that blocks.
+def _is_rank_of_this_run(number: int) -> bool:
+    own = [f"{name}={os.environ[name]}".encode() for name in _RUN if name in os.environ]
+    try:
+        folder = Path(f"/proc/{number}")
+        parent = int((folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+        environment = set((folder / "environ").read_bytes().split(b"\0"))
+        user = folder.stat().st_uid
+    except (OSError, ValueError, IndexError):
+        return False
+    same_run = len(own) == len(_RUN) and environment.issuperset(own)
+    return same_run and parent == os.getppid() and user == os.geteuid() and number != os.getpid()
 
-    torchrun sends it to all ranks of a node as soon as one has failed. Only where the signal would have its
+
+def on_termination(call: Callable[[int], None], signals: Iterable[int] = (signal.SIGTERM,)) -> bool:
+    """Have `call` called in a thread when such a signal comes, even while the main thread is in a blocking call.
+
+    torchrun sends SIGTERM to all ranks of a node as soon as one has failed. Only signals that would have their
     default effect, from the main thread, and where nobody else is woken by signals; returns whether it was done.
-    `call` must end the process. Processes forked from this one end by SIGTERM as always.
+    `call` gets the signal's number, and is not called again before it returns. In processes forked from this one
+    the signals have their default effect.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    wanted = {number: signal.getsignal(number) for number in signals}
+    wanted = {number: handler for number, handler in wanted.items() if handler in usual}
+    if not wanted:
         return False
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
@@ -79,31 +125,35 @@ def on_termination(call: Callable[[], None]) -> bool:
     if before != -1:
         signal.set_wakeup_fd(before)
         return False
-    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    _heard.update(wanted)
+    for number in wanted:
+        signal.signal(number, lambda _number, _frame: None)
     # A signal between the fork and the hook in the child would be heard by its parent: it is put off until then.
     os.register_at_fork(before=_deaf, after_in_parent=_hearing, after_in_child=_as_before)
 
-    threading.Thread(target=_listen, args=(ear, mouth, call), name="bapipe SIGTERM", daemon=True).start()
+    threading.Thread(target=_listen, args=(ear, mouth, call), name="bapipe signals", daemon=True).start()
     return True
 
 
-def _listen(ear: socket.socket, mouth: socket.socket, call: Callable[[], None]) -> None:
+def _listen(ear: socket.socket, mouth: socket.socket, call: Callable[[int], None]) -> None:
     """Both ends are open for as long as this runs: the system writes every signal's number into `mouth`."""
     while mouth.fileno() >= 0:
-        if signal.SIGTERM in ear.recv(64):
-            call()
+        for number in ear.recv(64):
+            if number in _heard:
+                call(number)
 
 
 def _deaf() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, _heard)
 
 
 def _hearing() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _heard)
 
 
 def _as_before() -> None:
     """In a process that was forked; from a thread its main thread is that one, so both calls are allowed."""
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, handler in _heard.items():
+        signal.signal(number, handler)
     _hearing()

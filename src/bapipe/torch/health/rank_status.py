@@ -6,13 +6,18 @@ second (`bapipe.torch.health.watchdog`).
 
 from __future__ import annotations
 
+import json
 import mmap
+import os
+import stat
 import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bapipe.errors import BaPipeError
+from bapipe.io.decode import decode
 from bapipe.schedule.actions import Action, Kind
 from bapipe.units import format_seconds
 
@@ -22,6 +27,7 @@ __all__ = [
     "Status",
     "culprit",
     "located",
+    "parse_status",
     "progress_file",
     "read_progress",
     "status_table",
@@ -96,10 +102,19 @@ class Progress:
 def read_progress(path: Path) -> tuple[str, int | None, float] | None:
     """`Progress.current` of another rank of this machine, alive or not; None if it cannot be had."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        # Whoever names it may name anything: a link, a pipe without an end, a file of others.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):
         return None
-    return _read(content) if len(content) == _SIZE else None
+    try:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_size != _SIZE:
+            return None
+        return _read(os.read(handle, _SIZE))
+    except (OSError, ValueError, struct.error):
+        return None
+    finally:
+        os.close(handle)
 
 
 def _code(action: Action) -> int:
@@ -142,6 +157,16 @@ class Status:
     """when it said so"""
     progress: str = ""
     """the file with the action that it is at"""
+
+
+def parse_status(said: str, rank: int, *, ranks: int) -> Status | None:
+    """What a rank, one of so many, said of itself, as JSON; None if it is something else."""
+    try:
+        status = decode(Status, json.loads(said), where=f"rank {rank}")
+    except (BaPipeError, ValueError, RecursionError):
+        return None
+    known = status.waits_rank is None or 0 <= status.waits_rank < ranks
+    return status if status.rank == rank and known else None
 
 
 def located(status: Status | None, rank: int, *, stages: Sequence[int] = (), host: str = "") -> str:

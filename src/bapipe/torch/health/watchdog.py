@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
+import os
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -27,21 +28,31 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from bapipe.io.decode import decode
 from bapipe.io.files import dump_json
 from bapipe.torch.comm import LinkError
-from bapipe.torch.health.failure import Failure, RunError
+from bapipe.torch.health.failure import Failure, RunError, parse_failure
+from bapipe.torch.health.parent_death import watch_parent
 from bapipe.torch.health.process_exit import (
     FAILED,
     PREFIX,
     clear_files,
     hide_told_errors,
+    is_file_of,
     leave,
     own_file,
     print_failure,
 )
 from bapipe.torch.health.processes import end_process, has_ended, on_termination, own_machine, own_process
-from bapipe.torch.health.rank_status import QUIET, Progress, Status, culprit, located, read_progress, status_table
+from bapipe.torch.health.rank_status import (
+    QUIET,
+    Progress,
+    Status,
+    culprit,
+    located,
+    parse_status,
+    read_progress,
+    status_table,
+)
 from bapipe.torch.health.rank_store import RankStore
 from bapipe.torch.stage.error_context import ActionError, one_line
 
@@ -70,13 +81,20 @@ class Watch:
         timeout: float,
         progress: Progress | None = None,
         report: Callable[[Failure, int], None] = print_failure,
+        signals: Sequence[int] = (signal.SIGTERM,),
     ) -> None:
         """`stages` are those of every rank. `report` is called where another rank's failure ends this one.
 
-        Without a store to meet at (see `RankStore`) a rank knows of its neighbours only.
+        Without a store to meet at (see `RankStore`) a rank knows of its neighbours only. `signals` end this rank, and
+        are said to do so where they come from a failure; see `stops_later`. A rank of torchrun ends with it.
         """
         self.rank = dist.get_rank()
-        self.progress = Progress(own_file()) if progress is None else progress
+        self.stops_later = False
+        """whether a signal (but SIGINT) is only noted, in `stop_signal`, for the training to end after its step"""
+        self.stop_signal = 0
+        """the signal that is to end the run; 0: none"""
+        self._host, self._machine, self._process = socket.gethostname(), own_machine(), own_process()
+        self.progress = Progress(own_file(self._process)) if progress is None else progress
         self._stages = [tuple(item) for item in stages]
         self._timeout = timeout
         self._report = report
@@ -85,16 +103,18 @@ class Watch:
         self._waiting: tuple[object, float] = (None, 0.0)
         """what is waited for, and since when"""
         self._reported = threading.Lock()
-        self._host, self._machine, self._process = socket.gethostname(), own_machine(), own_process()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._board = RankStore.connect()
         looking = None if self._board is None else RankStore.connect()
         if looking is not None:
             hide_told_errors()
-            on_termination(self._terminated)
             self._thread = threading.Thread(target=self._look, args=(looking,), name="bapipe watch", daemon=True)
             self._thread.start()
+        if looking is not None or len(signals) > 1:
+            on_termination(self._terminated, signals)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            watch_parent(self._abandoned)
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -186,8 +206,14 @@ class Watch:
     def _remove_file(self, failure: Failure) -> None:
         """A rank that was killed could not remove its file: who noticed does, if it is one of `own_file`."""
         status = self._seen().get(failure.rank) if failure.lost and failure.by == self.rank else None
-        path = None if status is None or status.rank == self.rank else Path(status.progress)
-        if path is not None and path.name.startswith(PREFIX):
+        if status is None or status.rank == self.rank or not self._is_here(status):
+            return
+        path, patience = Path(status.progress), time.monotonic() + _BETTER_WORD
+        if not path.name.startswith(PREFIX):
+            return  # the launcher's to remove
+        while not has_ended(status.process) and time.monotonic() < patience:
+            time.sleep(0.02)
+        if has_ended(status.process) and read_progress(path) is not None:
             path.unlink(missing_ok=True)
 
     def _silent(self) -> int | None:
@@ -254,17 +280,22 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             for rank in range(len(self._stages)):
                 said = None if rank == self.rank or self._board is None else self._board.read(f"at/{rank}")
-                if said is not None:
-                    found[rank] = self._exact(decode(Status, json.loads(said), where=f"at/{rank}"))
+                status = None if said is None else parse_status(said, rank, ranks=len(self._stages))
+                if status is not None:
+                    found[rank] = self._exact(status)
         return found
 
     def _exact(self, status: Status) -> Status:
-        if status.machine != self._machine or not status.progress:
+        if not self._is_here(status):
             return status
         known = read_progress(Path(status.progress))
         if known is None or known[0] == status.at:
             return status
         return replace(status, at=known[0], stage=known[1], since=known[2], waits="", waits_rank=None)
+
+    def _is_here(self, status: Status) -> bool:
+        """Whether the file with what a rank is at can be read from here, and is that rank's."""
+        return status.machine == self._machine and is_file_of(status, self.progress.path)
 
     def _ended(self) -> list[int]:
         """Ranks of this machine whose process is no more."""
@@ -284,14 +315,14 @@ class Watch:
         """The failure that ended the run, if there was one."""
         with contextlib.suppress(RuntimeError):
             said = None if self._board is None else self._board.read("failure")
-            return None if said is None else _decoded(said)
+            return None if said is None else self._decoded(said)
         return None
 
     def _agree(self, failure: Failure) -> Failure:
         """Leave word; the first one counts on all ranks."""
         with contextlib.suppress(RuntimeError):
             if self._board is not None:
-                return _decoded(self._board.first("failure", dump_json(failure)))
+                return self._decoded(self._board.first("failure", dump_json(failure)))
         return failure
 
     def _tell(self, failure: Failure) -> None:
@@ -315,7 +346,7 @@ class Watch:
             except RuntimeError:
                 # The store has gone with its host; ranks there are neighbours of ours or of those who will tell.
                 return
-            known = None if said is None else _decoded(said)
+            known = None if said is None else self._decoded(said)
             if known is None and self._overdue():
                 known = self._give_up(status.waits_rank)
             if known is not None:
@@ -336,8 +367,12 @@ class Watch:
         self._tell(failure)
         leave(failure.code)
 
-    def _terminated(self) -> None:
-        """SIGTERM: where it is because of a failure, say so."""
+    def _terminated(self, number: int) -> None:
+        """A signal: where it is because of a failure, say so."""
+        if number == signal.SIGINT:
+            leave(128 + number)
+        if self.stop_signal:
+            return  # torchrun, and who stops all of a job's processes, send it once more
         patience = time.monotonic() + _BETTER_WORD
         failure: Failure | None = FAILED[0] if FAILED else None
         while failure is None and time.monotonic() < patience:
@@ -353,10 +388,18 @@ class Watch:
         if failure is not None:
             self._end(failure)
             time.sleep(_LAST_WORDS)
+        elif self.stops_later:
+            self.stop_signal = number
+            return
         # Nobody failed, or it was this rank, which had the time to say so: end as shells say it of this signal.
-        self._say_last("was told to stop by SIGTERM")
-        leave(128 + signal.SIGTERM)
+        self._say_last(f"was told to stop by {signal.Signals(number).name}")
+        leave(128 + number)
 
+    def _abandoned(self) -> None:
+        """torchrun has ended without its ranks, and with it the store."""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"bapipe: rank {self.rank} ends, because torchrun, which started it, has ended", file=sys.stderr)
+        leave(1)
 
-def _decoded(said: str) -> Failure:
-    return decode(Failure, json.loads(said), where="failure")
+    def _decoded(self, said: str) -> Failure:
+        return parse_failure(said, ranks=len(self._stages))

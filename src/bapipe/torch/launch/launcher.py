@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan, read_plan
 from bapipe.schedule.actions import Schedule
 from bapipe.torch.health.failure import Failure, explain
+from bapipe.torch.health.parent_death import write_parent
 from bapipe.torch.launch.run_options import RunOptions
+from bapipe.torch.launch.supervise import Ended, grace, supervise
 from bapipe.torch.runtime.plan_checks import (
     describe_need,
     missing_gpus,
@@ -80,6 +83,9 @@ def launch(plan_path: str | Path, options: RunOptions, *, restarts: int = 0) -> 
     that names rank, host, stage and action; of a rank that does not answer, with what every rank was at. All ranks
     run on this machine, whatever nodes the cluster has. With `restarts` all ranks are started again, so many times
     at most, when one fails; they go on from the last checkpoint.
+
+    SIGTERM, SIGHUP and SIGINT stop the ranks, which first save themselves if the options say so (not at SIGINT);
+    the process then ends by SystemExit with 128 + the signal's number, or by KeyboardInterrupt.
     """
     plan, schedule = check_run(plan_path, options)
     if options.out is not None and not Path(options.out).resolve().parent.is_dir():
@@ -100,17 +106,38 @@ def launch(plan_path: str | Path, options: RunOptions, *, restarts: int = 0) -> 
 
 
 def attempt(plan_path: str | Path, arguments: Sequence[str], *, restarts: int = 0) -> Failure | None:
-    """Start the ranks of a plan with these arguments and wait; why it failed, or None."""
+    """Start the ranks of a plan with these arguments and wait; why it failed, or None.
+
+    Where this process was told to stop by a signal it says so and raises, as `launch`.
+    """
     schedule = runnable_schedule(read_plan(plan_path))
     ranks = schedule.num_ranks
-    with tempfile.TemporaryDirectory(prefix="bapipe-run-") as folder:
-        logs = ["--tee", "2", "--log-dir", folder]
+    with tempfile.TemporaryDirectory(prefix="bapipe-run-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        logs = ["--tee", "2", "--log-dir", name]
         logs += ["--max-restarts", str(restarts)] if restarts else []
-        code, summary = _run([*_torchrun(ranks), *logs, *arguments, "--notes", folder], _environment(ranks))
-        if code == 0:
-            return None
+        ended = supervise(
+            [*_torchrun(ranks), *logs, *arguments, "--notes", name],
+            _environment(ranks),
+            started=lambda process: write_parent(process, folder),
+            keeps=_is_torchruns,
+        )
         stages = [schedule.stages_of(rank) for rank in range(ranks)]
-        return explain(Path(folder), stages=stages, host=socket.gethostname(), summary=summary, code=code)
+        failure = explain(folder, stages=stages, host=socket.gethostname(), summary=ended.output, code=ended.code)
+    if ended.told is not None:
+        _stop(ended, "" if failure is None or failure.code <= 128 else failure.line)
+    return failure
+
+
+def _stop(ended: Ended, said: str = "") -> None:
+    """End this process as it was told to; `said` is what the ranks had to say."""
+    assert ended.told is not None
+    killed = f"; what had not ended after at most {grace():g} s was killed" if ended.killed else ""
+    line = said or f"stopped by {ended.told.name}{killed}"
+    print(f"bapipe: {line}", file=sys.stderr)
+    if ended.told is signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + ended.told)
 
 
 def print_line(failure: Failure) -> None:
@@ -124,12 +151,15 @@ def start_script(ranks: int, program: Sequence[str]) -> int:
     """Start a user's own script on this machine, one process per rank, and return torchrun's exit code."""
     if not Path(program[0]).is_file():
         raise BaPipeError(f"there is no script {program[0]}; check the path")
-    return subprocess.run([*_torchrun(ranks), *program], env=_environment(ranks), check=False).returncode
+    ended = supervise([*_torchrun(ranks), *program], _environment(ranks))
+    if ended.told is not None:
+        _stop(ended)
+    return ended.code if ended.code >= 0 else 128 - ended.code
 
 
 def _torchrun(ranks: int) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    return [*command, "--nproc-per-node", str(ranks), "--monitor-interval", "0.5"]
+    options = ["--standalone", "--local-addr", "127.0.0.1"]
+    return [*options, "--nproc-per-node", str(ranks), "--monitor-interval", "0.5"]
 
 
 def _environment(ranks: int) -> dict[str, str]:
@@ -140,21 +170,9 @@ def _environment(ranks: int) -> dict[str, str]:
     return {**ours, **inherited, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{_MARK}rank ${{rank}}: "}
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Run torchrun to its end; what ranks write on standard error is passed on, what torchrun writes returned."""
-    own: list[str] = []
-    with subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
-        assert process.stderr is not None
-        try:
-            for line in process.stderr:
-                if line.startswith(_MARK):
-                    print(line.removeprefix(_MARK), end="", file=sys.stderr, flush=True)
-                else:
-                    own.append(line)
-            process.wait()
-        except BaseException:
-            process.terminate()
-            raise
-    return process.returncode, "".join(own)
+def _is_torchruns(line: str) -> bool:
+    """Whether a line on standard error is torchrun's own; what ranks write there is passed on."""
+    if line.startswith(_MARK):
+        print(line.removeprefix(_MARK), end="", file=sys.stderr, flush=True)
+        return False
+    return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import signal
 import socket
 import time
 from collections import deque
@@ -18,8 +20,10 @@ import torch.distributed as dist
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import CheckRecord, RunRecord, StepRecord
 from bapipe.torch.capturing.stage_module import Slice
-from bapipe.torch.checkpoint.checkpoint_folder import CheckpointError
-from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, sum_over_ranks
+from bapipe.torch.checkpoint.checkpoint_folder import CheckpointError, latest
+from bapipe.torch.comm import LinkError
+from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, max_over_ranks, sum_over_ranks
+from bapipe.torch.health.failure import Failure, RunError
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.inputs.build_model import build_model, make_optimizer
 from bapipe.torch.inputs.training_data import batches_for
@@ -68,6 +72,8 @@ class Training:
         self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=settings.learning_rate)
         self.loaded: Loaded | None = None
         """where the run goes on from"""
+        self.stopped = 0
+        """the signal that ends the run before its last step, the same on all ranks; 0: none"""
         self._saving = saving = settings.saving
         self._checkpoints: Checkpoints | None = None
         if saving is not None:
@@ -82,13 +88,34 @@ class Training:
                 asynchronous=saving.asynchronous,
             )
             self.loaded = self._checkpoints.load() if saving.resume else None
+        self._saved = self.pipe.steps
+        """steps that the last checkpoint has"""
 
     def save(self, *, is_last: bool) -> None:
         """Save what is trained, where it is time to."""
         if self._checkpoints is None or self._saving is None:
             return
         if is_last or self.pipe.steps % self._saving.every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        if self._checkpoints is not None and self.pipe.steps > self._saved:
             self._checkpoints.save(data=self.pipe.steps)
+            self._saved = self.pipe.steps
+
+    def stop(self) -> Failure:
+        """A signal ends the run here, after the same step on all ranks: save what is trained. Says so."""
+        self._save()
+        unsaved, found = self.close(), None if self._saving is None else latest(self._saving.folder)
+        with contextlib.suppress(LinkError):
+            sum_over_ranks(0.0)  # nobody leaves while another still reads what it sent
+        text = f"stopped by {signal.Signals(self.stopped).name} after {self.pipe.steps} steps"
+        if unsaved is not None:
+            text = f"{text}; {unsaved}"
+        elif found is not None:
+            text = f"{text}, saved as {found}; --resume goes on there"
+        rank = dist.get_rank()
+        return Failure(rank=rank, by=rank, where="", reason=text, code=128 + self.stopped, at=time.time())
 
     def close(self) -> str | None:
         """Wait for the last checkpoint; returns why it could not be written."""
@@ -135,7 +162,8 @@ def train(
     `on_step` is called on rank 0 after every step, with its bubble: the share of all ranks' time without compute;
     `on_load` on rank 0 before the first step of a run that goes on from a checkpoint. Where that checkpoint is of
     the last step already, nothing is trained and there is no record. `on_unsaved` is called on every rank if the
-    last checkpoint could not be written, with the reason.
+    last checkpoint could not be written, with the reason. Where checkpoints are saved, a signal that `watch` has
+    heard ends the run after the step that is under way: it is saved, and RunError says so, on rank 0 to be told.
     """
     if settings.saving is not None:
         settings.saving.check()
@@ -145,6 +173,8 @@ def train(
     with training.pipe.watch.guard():
         trained = training.pipe.steps >= settings.steps
         record = None if trained else _train(plan, settings, training, on_step)
+        if training.stopped:
+            raise RunError(training.stop(), told=dist.get_rank() != 0)
     unsaved = training.close()
     if unsaved is not None and on_unsaved is not None:
         on_unsaved(unsaved)
@@ -163,11 +193,15 @@ def _train(
     live = dict.fromkeys(pipe.stages, 0)
     first_step = pipe.steps
     checking = settings.check and first_step == 0
+    pipe.watch.stops_later = settings.saving is not None
     for step in range(first_step, settings.steps):
         batch = training.batches(step)
         pipe.watch.progress.begin(step)
         with meeting("ready"):
-            sum_over_ranks(0.0)
+            # All ranks stop before the same step, whichever of them has heard a signal.
+            training.stopped = int(max_over_ranks(pipe.watch.stop_signal))
+        if training.stopped:
+            return None
         start = time.perf_counter()
         loss, trace = training.step(batch)
         with meeting("done"):
@@ -182,6 +216,7 @@ def _train(
             bubble = max(0.0, 1 - busy / (dist.get_world_size() * seconds))
             on_step(StepRecord(step=step, loss=loss, seconds=seconds), bubble)
         training.save(is_last=step == settings.steps - 1)
+    pipe.watch.stops_later = settings.saving is not None and settings.saving.asynchronous
     pipe.watch.progress.note("gathering what every rank recorded")
 
     first = len(steps) - len(traces)

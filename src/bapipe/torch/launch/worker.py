@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+if __name__ == "__main__":  # before torch, which takes seconds to import
+    from bapipe.torch.health.parent_death import end_with_parent, told_parent
+
+    end_with_parent(told_parent(sys.argv))
 
 import torch
 import torch.distributed as dist
@@ -20,7 +26,13 @@ from bapipe.records.run_record import RunRecord, write_run
 from bapipe.torch.checkpoint.checkpoint_folder import CheckpointError
 from bapipe.torch.checkpoint.checkpoint_options import Saving
 from bapipe.torch.comm import TRANSPORTS
-from bapipe.torch.health.failure import Failure, RunError, forget_failure, write_failure
+from bapipe.torch.health.failure import (
+    Failure,
+    RunError,
+    forget_notes,
+    write_failure,
+    write_finished,
+)
 from bapipe.torch.health.process_exit import print_failure
 from bapipe.torch.health.rank_status import Progress, progress_file
 from bapipe.torch.health.watchdog import Watch
@@ -57,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     progress = None if options.notes is None else Progress(progress_file(options.notes, rank))
     if options.notes is not None:
-        forget_failure(options.notes, by=rank)
+        forget_notes(options.notes, by=rank)
     try:
         run_worker(options, progress)
     except RunError as error:
@@ -71,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         failure = Failure(rank=rank, by=rank, where=where, reason=one_line(error), code=code, at=time.time())
         _report(options, failure, rank)
         return code
+    if options.notes is not None:
+        write_finished(options.notes, by=rank)
     return 0
 
 
@@ -136,6 +150,7 @@ def run_worker(options: argparse.Namespace, progress: Progress | None) -> None:
         timeout=options.timeout,
         progress=progress,
         report=lambda failure, by: _report(options, failure, by),
+        signals=(signal.SIGTERM, signal.SIGHUP, signal.SIGINT),
     )
     display = _display(plan, options) if rank == 0 else None
     on_step = None if display is None else display.step

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.io.files import dump_json, write_text
+from bapipe.torch.health.parent_death import end_with_parent
 from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample
 from bapipe.torch.profiler.statistics import summarise
 
@@ -208,5 +209,6 @@ def _from_first(samples: list[LinkSample]) -> list[LinkSample]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main()
     sys.stdout.flush()

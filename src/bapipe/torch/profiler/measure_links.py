@@ -39,8 +39,16 @@ def measure_links(
         _require_gpus(ranks, backend)
     with tempfile.TemporaryDirectory(prefix="bapipe-links-") as folder:
         out = Path(folder) / "links.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command += ["--nproc-per-node", str(ranks), "-m", "bapipe.torch.profiler.link_worker", str(out)]
+        command = [sys.executable, "-m", "bapipe.torch.launch.torchrun_agent", str(os.getpid()), "--standalone"]
+        command += [
+            "--local-addr",
+            "127.0.0.1",
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "bapipe.torch.profiler.link_worker",
+            str(out),
+        ]
         command += ["--backend", backend, "--device", device, "--largest", str(largest), "--seconds", str(seconds)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         if sys.platform == "linux":

@@ -12,7 +12,10 @@ import pytest
 
 from bapipe.torch.health.parent_death import told_parent, write_parent
 
-CHILD = "from bapipe.torch.health.parent_death import end_with_parent; end_with_parent({}); print('ready', flush=True); input()"
+CHILD = (
+    "from bapipe.torch.health.parent_death import end_with_parent; end_with_parent({}); "
+    "print('ready', flush=True); input()"
+)
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=sys.stdin)

@@ -85,8 +85,8 @@ class Watch:
     ) -> None:
         """`stages` are those of every rank. `report` is called where another rank's failure ends this one.
 
-        Without a store to meet at (see `RankStore`) a rank knows of its neighbours only. `signals` end this rank, and
-        are said to do so where they come from a failure; see `stops_later`. A rank of torchrun ends with it.
+        Without a store to meet at (see `RankStore`) a rank knows of its neighbours only. `signals` end this rank,
+        and are said to do so where they come from a failure; see `stops_later`. A rank of torchrun ends with it.
         """
         self.rank = dist.get_rank()
         self.stops_later = False

@@ -1,4 +1,7 @@
-"""torchrun as `bapipe run` starts it: `python -m bapipe.torch.launch.torchrun_agent PARENT ARGUMENTS`; it ends with its parent."""
+"""torchrun as `bapipe run` starts it, which ends with its parent.
+
+`python -m bapipe.torch.launch.torchrun_agent PARENT ARGUMENTS`, with torchrun's own arguments.
+"""
 
 from __future__ import annotations
 

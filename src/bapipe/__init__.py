@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from bapipe.schedule.generators import make_schedule
     from bapipe.schedule.schedule_file import read_schedule, write_schedule
     from bapipe.schedule.validate import check, require_valid
-    from bapipe.simulator.network import Network
+    from bapipe.simulator.lowering import Network
     from bapipe.simulator.simulate import Costs, simulate
     from bapipe.simulator.summary import Summary, summarise
     from bapipe.simulator.timeline import Timeline
@@ -91,7 +91,7 @@ _HOME = {
     "bapipe.schedule.generators": ("make_schedule",),
     "bapipe.schedule.schedule_file": ("read_schedule", "write_schedule"),
     "bapipe.schedule.validate": ("check", "require_valid"),
-    "bapipe.simulator.network": ("Network",),
+    "bapipe.simulator.lowering": ("Network",),
     "bapipe.simulator.simulate": ("Costs", "simulate"),
     "bapipe.simulator.summary": ("Summary", "summarise"),
     "bapipe.simulator.timeline": ("Timeline",),

@@ -69,7 +69,10 @@ def test_help_is_escaped_and_examples_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(bapipe.__all__) - {"__version__"}))
 def test_a_public_name_is_documented_where_it_lives(name: str) -> None:
-    home = bapipe._MODULE_OF[name]
+    home = bapipe._MODULE_OF.get(name)
+    if home is None:
+        assert f".. autofunction:: bapipe.{name}\n" in API["index"]
+        return
     assert f"~{home}.{name}\n" in API["index"], f"{name} is not in the table of docs/reference/api/index.md"
     block = next(
         (part for text in API.values() for part in automodules(text) if part.startswith(f"{home}\n")), None

@@ -53,13 +53,13 @@ def _alone(
     )
     losses, found, buffers = [], [], []
 
-    def after_step(_: int, loss: float) -> None:
+    def before_update(_: int, loss: float) -> None:
         losses.append(loss)
         found.append(gradients(module.named_parameters()))
         buffers.append({name: item.clone() for name, item in module.named_buffers()})
 
     batches = [SPLIT_MODELS[model].batch(step, sum(sizes)) for step in range(STEPS)]
-    train_alone(built, batches, sizes=sizes, optimizer=None, after_step=after_step)
+    train_alone(built, batches, sizes=sizes, optimizer=None, before_update=before_update)
     return losses, found, buffers
 
 

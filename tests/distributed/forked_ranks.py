@@ -21,11 +21,12 @@ TIMEOUT = datetime.timedelta(seconds=300)
 """for ranks that wait while others run cases without them"""
 
 
-def start(worker: Path, folder: Path, *, seconds: float) -> None:
+def start(worker: Path, folder: Path, *options: str, seconds: float) -> None:
     """Run a worker script on a folder to its end; what it writes is shown if it fails."""
+    path = os.pathsep.join(filter(None, (str(HELPERS), os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
-        [sys.executable, str(worker), str(folder)],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)},
+        [sys.executable, str(worker), str(folder), *options],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=seconds,

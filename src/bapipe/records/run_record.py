@@ -17,6 +17,7 @@ from bapipe.simulator.timeline import Timeline, Transfers
 __all__ = [
     "RUN_SCHEMA",
     "CheckRecord",
+    "Compared",
     "EventRecord",
     "MemorySource",
     "RunEnvironment",
@@ -31,6 +32,9 @@ __all__ = [
 RUN_SCHEMA = "bapipe.run/1"
 MemorySource = Literal["allocated", "resident"]
 """allocated: bytes that torch held for tensors on the device, as a plan counts; resident: the whole process"""
+Compared = Literal["whole", "outputs", "microbatches"]
+"""what one process computed: the whole mini-batch at once; the loss of all samples, whose outputs were computed in
+the run's micro-batches; or all in the run's micro-batches"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,7 @@ class StepRecord:
     step: int
     """from 0"""
     loss: float | None
-    """mean over the samples of the mini-batch, before the update; None: not a finite number"""
+    """of the whole mini-batch, before the update; None: not a finite number"""
     seconds: float
     """from all ranks ready to all ranks done, update included"""
 
@@ -103,6 +107,8 @@ class CheckRecord:
     """largest relative difference of a step's loss"""
     tolerance: float
     """what the dtype allows"""
+    compared: Compared | None = None
+    """None: in the run's micro-batches, as PipeDream trains and as older versions did"""
 
     @property
     def passed(self) -> bool:

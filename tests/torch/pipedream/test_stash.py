@@ -125,7 +125,7 @@ def test_each_micro_batch_has_a_loss_of_its_own() -> None:
     first = loss.of(torch.tensor([2.0, 4.0]), 4, 0, count=True)
     second = loss.of(torch.tensor([1.0]), torch.tensor(2), 0, count=True)
     assert (first.item(), second.item()) == (1.5, 0.5)
-    assert loss.taken() == [1.5, 0.5]
+    assert loss.taken() == [(1.5, 4.0), (0.5, 2.0)]
     assert loss.taken() == []
 
 

@@ -107,6 +107,7 @@ class Captured:
         store: dict[tuple[str, int, int], Tensor] | None = None,
         device: torch.device | None = None,
         training: bool = True,
+        count_loss: bool = False,
     ) -> Stage:
         """Layers `first` to `last` (included) as a module that runs alone; `StageSpec` says what goes in and out.
 
@@ -117,6 +118,9 @@ class Captured:
 
         `parts` says of which layers at its ends the stage has only channels start to stop (see `Layer.split`).
         Such a stage has copies of slices of the weights; stages that are given the same `store` share them.
+
+        With `count_loss` the last stage also returns what the model's own loss is a mean over, where that is
+        labels that are not ignored or a mask (`StageSpec.counts_loss`).
         """
         if not 0 <= first <= last < len(self.layers):
             raise BaPipeError(
@@ -131,6 +135,7 @@ class Captured:
             store={} if store is None else store,
             device=device,
             training=training,
+            count_loss=count_loss,
         )
 
     def input_leaves(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Any]:

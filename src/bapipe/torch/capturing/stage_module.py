@@ -18,6 +18,7 @@ from bapipe.torch.capturing.eval_mode import evaluating_region
 from bapipe.torch.capturing.layer_division import required_rule
 from bapipe.torch.capturing.layer_groups import Group
 from bapipe.torch.capturing.linearise import Program
+from bapipe.torch.capturing.loss_graph import count_nodes, own_loss
 from bapipe.torch.capturing.part_graph import copy_part, partial_values
 from bapipe.torch.capturing.seeded_rng import Position
 from bapipe.torch.capturing.stage_graph import StageGraph, copy_step, load, roots_of
@@ -61,6 +62,8 @@ class StageSpec:
     """numbers of the nodes that draw random numbers"""
     whole: tuple[str, ...]
     """paths of the modules that are kept whole, whose code runs anew every time"""
+    counts_loss: bool = False
+    """whether it returns, after all else, what the model's own loss is a mean over"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +136,13 @@ def build_stage(
     store: dict[tuple[str, int, int], Tensor],
     device: torch.device | None = None,
     training: bool = True,
+    count_loss: bool = False,
 ) -> Stage:
     """The stage of layers `layers[0]` to `layers[1]` (included); `device` replaces the one that was traced on.
 
     Without `training` it is the stage in evaluation mode; modules that are kept whole follow `Stage.eval()`. Of
     the layers in `parts` it has channels start to stop only; slices of weights come from the `store`, or go there.
+    With `count_loss` the last stage counts what the model's own loss is a mean over, where it is one over a count.
     """
     first, last = groups[layers[0]], groups[layers[1]]
     end = len(program.steps)
@@ -173,11 +178,13 @@ def build_stage(
             continue
         for node in steps:
             copy_step(build, node)
+    found = own_loss(program) if complete and count_loss else None
+    count = None if found is None or found.kind != "counted" else count_nodes(build, found)
     results = [load(build, item) if isinstance(item, fx.Node) else item for item in wanted]
     if not complete:
         pairs = zip(results, sent, strict=True)
         results = [_permuted(build.graph, value, memory_order(program, node.meta["val"])) for value, node in pairs]
-    build.graph.output((*results, *left))
+    build.graph.output((*results, *left, *(() if count is None else (count,))))
     code = build.graph.python_code("self")
     namespace: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, f"<stage of layers {layers[0]} to {layers[1]}>", "exec"), namespace)
@@ -200,6 +207,7 @@ def build_stage(
         recomputed=tuple(build.recomputed),
         random=tuple(program.random[node] for node in steps if node in program.random),
         whole=tuple(sorted({program.calls[node].path for node in steps if node in program.calls})),
+        counts_loss=count is not None,
     )
     stage = Stage(spec, namespace["forward"], code.src)
     stage.stage_origins = {

@@ -40,7 +40,7 @@ class BuiltModel:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Loss | None
-    """`loss(output, target)`: mean over the samples; None: the model takes its target and returns its loss"""
+    """`loss(output, target)`: a mean or (sum, count); None: the model takes its target and returns its loss"""
     options: dict[str, Any]
     """what the model was built with"""
     source: ModuleType
@@ -91,7 +91,7 @@ def build_model(
             f"'{model.ref}' must return (nn.Module, tuple, dict), got {', '.join(map(_kind, built))}"
         )
     own_loss = kwargs.keys() == {"target"}
-    loss = None if own_loss else _companion(source, "loss", "loss(output, target) -> mean over the samples")
+    loss = None if own_loss else _companion(source, "loss", "loss(output, target) -> a mean or (sum, count)")
     if dtype is not None:
         module, args, kwargs = _converted(module, args, kwargs, dtype)
     return BuiltModel(

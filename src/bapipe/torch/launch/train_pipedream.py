@@ -25,6 +25,7 @@ from bapipe.torch.launch.train import TrainSettings, peak_memory
 from bapipe.torch.pipedream.stashing_pipeline import EndlessTrace, PipeDream
 from bapipe.torch.profiler.environment import plain_fp32
 from bapipe.torch.runtime.plan_checks import microbatch_sizes
+from bapipe.torch.stage.loss import loss_of_step
 from bapipe.torch.verify.gradient_check import Gradients, gradients
 from bapipe.torch.verify.stale_check import Holding, compare_stale
 
@@ -127,11 +128,10 @@ def _record(
     found = gathered(kept) if settings.check else None
     if rank != 0:
         return None
-    sizes = microbatch_sizes(plan)
+    count = plan.microbatches
     losses = [
-        sum(size * loss for size, loss in zip(sizes, trace.losses[first : first + len(sizes)], strict=True))
-        / sum(sizes)
-        for first in range(0, len(trace.losses), len(sizes))
+        loss_of_step(trace.losses[first : first + count], trace.weights[first : first + count])
+        for first in range(0, len(trace.losses), count)
     ]
     record = make_record(
         plan,

@@ -57,6 +57,13 @@ if TYPE_CHECKING:
 __all__ = ["CheckError", "main", "run_worker"]
 
 
+_COMPARED = {
+    "whole": "on the whole mini-batch",
+    "outputs": "with one loss of the same micro-batches' outputs",
+    "microbatches": "in the same micro-batches",
+}
+
+
 class CheckError(BaPipeError):
     """The run's gradients or losses are not those of one process."""
 
@@ -207,8 +214,9 @@ def _finish(record: RunRecord, out: Path | None, display: Display) -> None:
     check = record.check
     if check is None:
         return
+    how = "" if check.compared is None else f" {_COMPARED[check.compared]}"
     found = (
-        f"gradients differ from one process by at most {check.gradient_difference:.1e} ({check.parameter}), "
+        f"gradients differ from one process{how} by at most {check.gradient_difference:.1e} ({check.parameter}), "
         f"losses by {check.loss_difference:.1e}; {check.tolerance:.0e} is allowed"
     )
     if not check.passed:
@@ -220,6 +228,7 @@ def _finish(record: RunRecord, out: Path | None, display: Display) -> None:
             "parameter": check.parameter,
             "loss_difference": check.loss_difference,
             "tolerance": check.tolerance,
+            "compared": check.compared,
         },
     )
 

@@ -38,7 +38,7 @@ from bapipe.torch.pipedream.stage_channels import StageEnds
 from bapipe.torch.pipedream.weight_versions import WeightStash
 from bapipe.torch.runtime.gradient_sync import Reducer, TiedWeights
 from bapipe.torch.runtime.pipeline import Build, Pipeline
-from bapipe.torch.stage.loss import LossFunction, LossOfEach
+from bapipe.torch.stage.loss import LossFunction, LossOfEach, loss_of_step
 from bapipe.torch.stage.runner import StageRunner
 
 __all__ = ["KEPT_STEPS", "EndlessTrace", "PipeDream"]
@@ -54,7 +54,9 @@ class EndlessTrace:
     """What one rank did in a run, in its own clock."""
 
     losses: tuple[float, ...]
-    """of every micro-batch; the same on every rank"""
+    """of every micro-batch, its own mean; the same on every rank"""
+    weights: tuple[float, ...]
+    """of every micro-batch, how much it counts in the loss of its mini-batch: samples, or tokens"""
     start: float
     ends: tuple[float, ...]
     """when each of the plan's mini-batches had its last update here"""
@@ -90,7 +92,7 @@ class PipeDream(Pipeline):
         timeout: float = 300.0,
         watch: Watch | None = None,
     ) -> None:
-        """`loss_fn(output, target)` is a mean over samples or (sum, count), of each micro-batch by itself.
+        """`loss_fn(output, target)` is a mean, a sum, or (sum, count), of each micro-batch by itself.
 
         `vertical_sync` costs N versions of the weights at every stage, which a plan does not count. The rest is as
         in `Pipeline`.
@@ -110,7 +112,7 @@ class PipeDream(Pipeline):
         self.vertical_sync = vertical_sync
         self._cap = self._caps[self.stage]
         self.stash = WeightStash(self._parameters, self.lag_of(self.stage))
-        self._each = LossOfEach(loss_fn)
+        self._each = LossOfEach(self._weighing)
         self._ends = StageEnds(self.stage, self._schedule, self._own, self._sizes, self._transport)
 
     @property
@@ -197,7 +199,8 @@ class _EndlessRun:
         """micro-batch -> its leaves and target, from when its mini-batch is fetched to its forward"""
         self._marks: list[tuple[int, str, Any, Any]] = []
         self._events: dict[int, list[Event]] = {}
-        self._losses: list[float] = []
+        self._losses: list[tuple[float, float]] = []
+        """of every micro-batch, on the last stage: loss and weight"""
         self._finished: list[float] = []
         self._told: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._tag = 2 * pipe._schedule.num_stages + 1
@@ -223,8 +226,10 @@ class _EndlessRun:
             self._forget_oldest()
         executor.current = None
         assert all(runner.idle for runner in self._runners.values()), "something of the run was kept"
+        losses, weights = self._agree_on_losses()
         return EndlessTrace(
-            losses=self._agree_on_losses(),
+            losses=losses,
+            weights=weights,
             start=self._begun,
             ends=tuple(self._finished),
             events={step: tuple(events) for step, events in self._events.items()},
@@ -296,7 +301,7 @@ class _EndlessRun:
                 {size: pipe._own.stages[pipe.stage][size]},
                 sizes=(size,),
                 device=pipe.device,
-                loss=pipe._each if last else None,
+                loss=pipe._each.of_size(size) if last else None,
                 output=pipe._own.output if last else None,
             )
         return self._runners[key]
@@ -338,8 +343,8 @@ class _EndlessRun:
         self._events.pop(step - KEPT_STEPS, None)
         self._losses.extend(pipe._each.taken())
         self._finished.append(self._events[step][-1][2])
-        own = zip(pipe._sizes, self._losses[step * count : (step + 1) * count], strict=False)
-        loss = sum(size * item for size, item in own) / sum(pipe._sizes)
+        own = self._losses[step * count : (step + 1) * count]
+        loss = loss_of_step([item for item, _ in own], [weight for _, weight in own])
         busy = sum(end - start for _, start, end in self._events[step])
         totals = self._gather_on_first(torch.tensor([loss, busy], dtype=torch.float64))
         if totals is not None and self._on_step is not None:
@@ -371,11 +376,11 @@ class _EndlessRun:
         with guarded(0):
             work.wait()
 
-    def _agree_on_losses(self) -> tuple[float, ...]:
-        """The last stage's, on every rank."""
-        found = torch.zeros(self._total, dtype=torch.float64)
+    def _agree_on_losses(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The last stage's losses and weights, on every rank."""
+        found = torch.zeros(self._total, 2, dtype=torch.float64)
         if self._losses:
             found += torch.tensor(self._losses, dtype=torch.float64)
         with self._pipe.watch.meeting("sharing the losses"), guarded(None):
             dist.all_reduce(found)
-        return tuple(found.tolist())
+        return tuple(found[:, 0].tolist()), tuple(found[:, 1].tolist())

@@ -15,6 +15,7 @@ from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan, PlanStage
 from bapipe.schedule.actions import Schedule
 from bapipe.torch.capturing import Captured, Stage, capture
+from bapipe.torch.capturing.loss_graph import OwnLoss, own_loss
 from bapipe.torch.capturing.torch_internals import flatten_recurrent, swap_parameter, unflatten
 from bapipe.torch.comm import Message, TensorShape
 from bapipe.torch.device.dtypes import DTYPES
@@ -56,6 +57,8 @@ class OwnStages:
     """input leaves that this rank's stages take from the data"""
     output: Callable[[Sequence[Any]], Any]
     """puts the last stage's leaves together as the model returns them"""
+    loss: OwnLoss | None
+    """what the model returns as its loss, if anything"""
 
     def message(self, boundary: int, size: int, onward: bool) -> Message:
         message = self.messages[boundary, size]
@@ -241,6 +244,7 @@ def own_stages(
         inputs=InputSpec.of(captured),
         needed=frozenset(root.index for spec in specs for root in spec.roots),
         output=functools.partial(_unflatten, captured.program.out_spec),
+        loss=own_loss(captures[sizes[0]].program),
     )
 
 
@@ -255,7 +259,9 @@ def _stage(
     """A stage on its device. The model's buffers go there with it, so that its forms for other sizes and for
     evaluation, which are built after it, have the same ones; parameters are moved in place."""
     first, last, parts = part.first_layer, part.last_layer, parts_of(part)
-    stage = captured.stage(first, last, parts=parts, store=store, device=device, training=training).to(device)
+    stage = captured.stage(
+        first, last, parts=parts, store=store, device=device, training=training, count_loss=True
+    ).to(device)
     of_model = {name for name, _ in captured.module.named_buffers()}
     for name, buffer in stage.named_buffers():
         if name in of_model and name not in stage.stage_slices:

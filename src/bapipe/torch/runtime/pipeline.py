@@ -11,6 +11,7 @@ for inputs, targets in loader:
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,8 @@ from bapipe.torch.runtime.gradient_sync import Reducer, TiedWeights, make_sums
 from bapipe.torch.runtime.microbatches import split_inputs, split_targets
 from bapipe.torch.runtime.plan_checks import microbatch_sizes, runnable_schedule
 from bapipe.torch.runtime.process_group import device_of, join
-from bapipe.torch.stage.loss import LossFunction, LossSum
+from bapipe.torch.stage.loss import LossFunction, LossSum, LossTotals
+from bapipe.torch.stage.loss_weighing import Weighing
 from bapipe.torch.stage.runner import StageRunner
 
 __all__ = ["Build", "Pipeline"]
@@ -75,7 +77,11 @@ class Pipeline:
         on_action: Callable[[Action], None] | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """`loss_fn(output, target)` is a mean over samples or (sum, count); without it the model returns its loss.
+        """`loss_fn(output, target)` is a mean, a sum, or (sum, count); without it the model returns its loss.
+
+        Over what a mean is taken is recognised, such as labels that are not ignored; where it cannot be, one rank
+        warns and micro-batches weigh by their samples. `token_mean` says it. The gradients are those of one loss
+        of the whole mini-batch.
 
         A model that was captured already may stand in place of `build_model`; it is trained itself, not a copy.
         `checkpoint` is the state of the whole model: a mapping, a safetensors file or folder, or a .pt file; each
@@ -141,7 +147,9 @@ class Pipeline:
             captured, self.plan, self._schedule, rank=self.rank, sizes=self._sizes, device=self.device
         )
         self._is_last = self._schedule.num_stages - 1 in self.stages
-        self._loss = LossSum(loss_fn, self._sizes)
+        speaks = self._schedule.placement[-1][0] == self.rank
+        self._weighing = Weighing(loss_fn, self._own.loss, warns=speaks)
+        self._loss = LossSum(self._weighing, self._sizes)
         self._runners = self._make_runners()
         self._parameters = {
             name: parameter
@@ -352,18 +360,24 @@ class Pipeline:
         return kept
 
     def _agree(self, *, divide: bool) -> float:
-        """The loss of the mini-batch, from those that computed it; divides gradients by the count, if any."""
+        """The loss of the mini-batch, from those that computed it; divides gradients by the count, if any.
+
+        Where nothing was counted the loss is no number, as in one process, and the gradients are 0.
+        """
         sums = torch.tensor(self._loss.sums(), dtype=torch.float64)
         with self.watch.meeting("summing the loss"), guarded(None):
             dist.all_reduce(sums)
-        total, count = sums.tolist()
-        if not count:
-            return float(total)
+        totals = LossTotals(*sums.tolist())
+        divisor = totals.divisor()
+        if divisor is None:
+            return totals.loss
+        if divisor == 0:
+            return math.nan
         if divide:
             for parameter in self._parameters.values():
                 if parameter.grad is not None:
-                    parameter.grad /= count
-        return float(total / count)
+                    parameter.grad /= divisor
+        return totals.loss / divisor
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before.

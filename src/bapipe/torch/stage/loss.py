@@ -2,96 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capturing.torch_internals import flatten
+from bapipe.torch.stage.loss_weighing import Count, LossFunction, Weighing
 
-__all__ = ["LossFunction", "LossOfEach", "LossSum"]
+__all__ = ["LossFunction", "LossOfEach", "LossSum", "LossTotals", "loss_of_step"]
 
-LossFunction = Callable[[Any, Any], Any]
-"""`loss_fn(output, target)`: a mean over samples, or (sum, count)"""
+
+class LossTotals(NamedTuple):
+    """Sums over micro-batches, which may be added over ranks."""
+
+    loss: float
+    """of losses, each times its weight"""
+    weight: float
+    """of the weights of counted means"""
+    counted: float
+    """how many micro-batches had a counted mean"""
+    other: float
+    """and how many another one"""
+
+    def divisor(self) -> float | None:
+        """What loss and gradients are divided by in the end; None: nothing. Refuses a mix of both."""
+        if self.counted and self.other:
+            raise BaPipeError(
+                "the loss is a mean over a count in some micro-batches only; return (sum, count) in all of them"
+            )
+        return self.weight if self.counted else None
 
 
 class LossSum:
     """Sums the micro-batches' losses so that the gradients are those of the whole mini-batch.
 
-    A mean over samples is weighted by its micro-batch's share of the mini-batch. Of (sum, count), whose total is
-    known only at the end, the sum is differentiated and the gradients are divided afterwards.
+    A mean over samples is weighted by its micro-batch's share of the mini-batch, a sum by 1. Of a mean over a
+    count, whose total is known only at the end, loss × count is differentiated and the gradients are divided
+    afterwards. Counts are taken as a part of all positions, so that gradients are about as large before as after.
     """
 
-    def __init__(self, function: LossFunction | None, sizes: Sequence[int]) -> None:
-        """Without a function the model returns its loss: the first scalar of its output, a mean over samples."""
-        self._function = function
+    def __init__(self, loss: Weighing | LossFunction | None, sizes: Sequence[int]) -> None:
+        """Without a function the model returns its loss, a mean over samples unless `Weighing` knows better."""
+        self._weigh = loss if isinstance(loss, Weighing) else Weighing(loss)
         self._sizes = tuple(sizes)
         self._samples = sum(sizes)
         self._totals: list[Tensor] = []
-        self._counts: list[Tensor | float] = []
+        self._weights: list[Tensor | float] = []
+        self._others = 0
         self.scale: Tensor | None = None
         """what every loss is multiplied with before its backward (fp16)"""
 
     def begin(self) -> None:
         self._totals.clear()
-        self._counts.clear()
+        self._weights.clear()
+        self._others = 0
 
-    def of(self, output: Any, target: Any, microbatch: int, *, count: bool) -> Tensor:
-        """The part of the loss to differentiate; it is added to the sums if it is to `count`."""
-        found = _first_scalar(output) if self._function is None else self._function(output, target)
-        if isinstance(found, tuple) and len(found) == 2:
-            loss, number = self._scalar(found[0]), found[1]
+    def of(
+        self, output: Any, target: Any, microbatch: int, *, count: bool, tokens: Tensor | None = None
+    ) -> Tensor:
+        """The part of the loss to differentiate; it is added to the sums if it is to `count`.
+
+        `tokens` is what the stage counted for the model's own loss.
+        """
+        size = self._sizes[microbatch]
+        found = self._weigh(output, target, size, tokens)
+        if found.kind == "counted":
+            weight = _number(found.count, found.loss) / (self._samples * found.positions)
+            loss = found.loss * weight
             if count:
-                self._counts.append(number.detach() if isinstance(number, Tensor) else float(number))
+                self._weights.append(weight)
         else:
-            loss = self._scalar(found) * (self._sizes[microbatch] / self._samples)
+            loss = found.loss if found.kind == "sum" else found.loss * (size / self._samples)
+            self._others += count and found.kind != "none"
         if count:
             self._totals.append(loss.detach())
         return loss if self.scale is None else loss * self.scale
 
-    def _scalar(self, loss: object) -> Tensor:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise BaPipeError(
-                "the loss must be one number, the mean over the samples, or (sum, count); got "
-                f"{type(loss).__name__}{f' of shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else ''}"
-            )
-        return loss.reshape(())
-
-    def sums(self) -> tuple[float, float]:
-        """The sums of losses and counts, which are then forgotten; a count of 0: losses are weighted means."""
-        total = float(torch.stack([value.double() for value in self._totals]).sum()) if self._totals else 0.0
-        count = float(sum(float(number) for number in self._counts))
+    def sums(self) -> LossTotals:
+        """The sums of losses and weights, which are then forgotten."""
+        totals = LossTotals(
+            loss=float(torch.stack([value.double() for value in self._totals]).sum()) if self._totals else 0.0,
+            weight=float(sum(float(weight) for weight in self._weights)),
+            counted=len(self._weights),
+            other=self._others,
+        )
         self.begin()
-        return total, count
+        return totals
 
 
 class LossOfEach(LossSum):
     """Every micro-batch is a mini-batch of its own: its loss is its mean, whatever the others'."""
 
-    def __init__(self, function: LossFunction | None) -> None:
-        super().__init__(function, (1,))
-        self._means: list[Tensor] = []
+    def __init__(
+        self,
+        loss: Weighing | LossFunction | None,
+        size: int = 1,
+        taken: list[tuple[Tensor, Tensor | float]] | None = None,
+    ) -> None:
+        super().__init__(loss, (size,))
+        self._taken: list[tuple[Tensor, Tensor | float]] = [] if taken is None else taken
 
-    def of(self, output: Any, target: Any, microbatch: int, *, count: bool) -> Tensor:
-        loss = super().of(output, target, microbatch, count=True)
-        if self._counts:
-            loss = loss / self._counts[0]
-        self.begin()
+    def of_size(self, size: int) -> LossOfEach:
+        """The same for micro-batches of another size; what is taken is taken of both."""
+        return LossOfEach(self._weigh, size, self._taken)
+
+    def of(
+        self, output: Any, target: Any, microbatch: int, *, count: bool, tokens: Tensor | None = None
+    ) -> Tensor:
+        size = self._sizes[microbatch]
+        found = self._weigh(output, target, size, tokens)
+        weight: Tensor | float = float(size)
+        if found.kind == "counted":
+            weight = _number(found.count, found.loss)
+        elif found.kind in ("sum", "none"):
+            weight = 0.0
         if count:
-            self._means.append(loss.detach())
-        return loss
+            self._taken.append((found.loss.detach(), weight))
+        return found.loss
 
-    def taken(self) -> list[float]:
-        """The losses since it was last asked, in the order of the forwards."""
-        found = [float(loss) for loss in self._means]
-        self._means.clear()
+    def taken(self) -> list[tuple[float, float]]:
+        """The losses since it was last asked, in the order of the forwards, and their weights."""
+        found = [(float(loss), float(weight)) for loss, weight in self._taken]
+        self._taken.clear()
         return found
 
 
-def _first_scalar(output: Any) -> Tensor:
-    for leaf in flatten(output)[0]:
-        if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point():
-            return leaf
-    raise BaPipeError("the model's output holds no scalar to train on; give a loss_fn(output, target)")
+def loss_of_step(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """The loss of a mini-batch from those of its micro-batches; of sums, which have no weights, their sum."""
+    total = sum(weights)
+    if not total:
+        return sum(losses)
+    return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / total
+
+
+def _number(count: Count, loss: Tensor) -> Tensor | float:
+    """A count in a dtype that holds it without rounding."""
+    if not isinstance(count, Tensor):
+        return float(count)
+    return count.detach().to(loss.device, torch.float64 if loss.dtype == torch.float64 else torch.float32)

@@ -199,7 +199,8 @@ class StageRunner:
             return tuple(made)
         assert self._output is not None
         target = self._targets[microbatch] if len(self._targets) else None
-        return (self._loss.of(self._output(made), target, microbatch, count=count),)
+        leaves, tokens = (made[:-1], made[-1]) if module.stage_spec.counts_loss else (made, None)
+        return (self._loss.of(self._output(leaves), target, microbatch, count=count, tokens=tokens),)
 
     def _watched(self, microbatch: int) -> AbstractContextManager[None]:
         if not self._watches or not torch.is_grad_enabled():

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.records.run_record import CheckRecord
+from bapipe.records.run_record import CheckRecord, Compared
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.inputs.build_model import BuiltModel
-from bapipe.torch.stage.loss import LossSum
+from bapipe.torch.stage.loss import LossSum, loss_of_step
+from bapipe.torch.stage.loss_weighing import Weighed, Weighing
 from bapipe.torch.verify.single_process import WholeModel, fitting
 
 __all__ = [
@@ -69,30 +70,93 @@ def train_alone(
     *,
     sizes: Sequence[int],
     optimizer: torch.optim.Optimizer | None,
-    after_step: Callable[[int, float], None],
+    before_update: Callable[[int, float], None],
     device: torch.device = _CPU,
-) -> None:
-    """Train the whole model on each mini-batch on one device, in the same micro-batches as the pipeline.
+) -> tuple[Compared, float]:
+    """Train the whole model on one device, each mini-batch with one loss of all its samples and one backward.
 
-    After each update `after_step(step, loss)` is called, with the gradients still in the parameters.
+    Before each update `before_update(step, loss)` is called, with the gradients in the parameters. A model that
+    draws random numbers or normalises by statistics of the batch has its outputs computed in the micro-batches of
+    the pipeline, and the loss is that of all outputs. Only where it also returns its loss itself must losses of
+    micro-batches be weighed as the pipeline weighs them. Returns which of these it was, and in the last case how
+    far weighed losses in evaluation mode are from those of the whole mini-batch, else 0.
     """
-    module, whole, loss = built.module, WholeModel(built, sizes, device), LossSum(built.loss, sizes)
+    alone = _Alone(built, sizes, device)
     for step, (inputs, target) in enumerate(batches):
-        module.zero_grad(set_to_none=True)
-        loss.begin()
-        leaves, targets = whole.split(inputs, target)
-        for microbatch in range(len(sizes)):
-            output = whole.run(leaves[microbatch], microbatch, (step, microbatch))
-            part = loss.of(output, targets[microbatch], microbatch, count=True)
-            part.backward()  # type: ignore[no-untyped-call]
-        total, count = loss.sums()
-        if count:
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= count
+        built.module.zero_grad(set_to_none=True)
+        loss = alone.step(inputs, target, step)
+        before_update(step, loss)
         if optimizer is not None:
             optimizer.step()
-        after_step(step, total / count if count else total)
+    return alone.compared, alone.misweighed
+
+
+class _Alone:
+    """One process, in the way that the model allows."""
+
+    def __init__(self, built: BuiltModel, sizes: Sequence[int], device: torch.device) -> None:
+        self._whole = WholeModel(built, sizes, device)
+        self._module, self._sizes = built.module, tuple(sizes)
+        self._weighing = Weighing(built.loss, self._whole.own_loss, warns=False)
+        self.compared: Compared = "outputs" if self._whole.apart else "whole"
+        self.misweighed = 0.0
+
+    def step(self, inputs: Any, target: Any, step: int) -> float:
+        """Gradients into the parameters; the loss."""
+        loss = self._loss(inputs, target, step)
+        if loss is None:
+            return self._in_microbatches(inputs, target, step)
+        if not loss.isnan():  # nothing was counted; the gradients are 0
+            loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def _loss(self, inputs: Any, target: Any, step: int) -> Tensor | None:
+        if self.compared == "whole":
+            try:
+                return self._whole.whole_loss(inputs, target)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                if self._whole.any_size:
+                    raise
+                self.compared = "outputs"  # the model's code is for micro-batches of its example's size only
+        if self.compared == "outputs":
+            found = self._whole.joined_loss(inputs, target, step)
+            if found is not None:
+                return found
+            self.compared = "microbatches"
+        return None
+
+    def _in_microbatches(self, inputs: Any, target: Any, step: int) -> float:
+        leaves, targets = self._whole.split(inputs, target)
+        sums, weighed = LossSum(self._weighing, self._sizes), list[Weighed]()
+        for index, part in enumerate(leaves):
+            output, tokens = self._whole.run_captured(part, index, (step, index))
+            sums.of(output, targets[index], index, count=True, tokens=tokens).backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                weighed.append(self._weighing(output, targets[index], self._sizes[index], tokens))
+        totals = sums.sums()
+        divisor = totals.divisor()
+        self._compare_weights(inputs, target, weighed)
+        for parameter in self._module.parameters():
+            if divisor and parameter.grad is not None:
+                parameter.grad /= divisor
+        return totals.loss / divisor if divisor else totals.loss
+
+    def _compare_weights(self, inputs: Any, target: Any, weighed: Sequence[Weighed]) -> None:
+        """In evaluation mode a model draws no numbers, so there the weights can be told from the whole."""
+        whole, outputs = self._whole.evaluated(inputs, target)
+        _, targets = self._whole.split(inputs, target)
+        losses = [float(self._whole.loss_of(*pair)) for pair in zip(outputs, targets, strict=True)]
+        weights = [
+            float(item.count) if item.kind == "counted" else float(size) if item.kind == "mean" else 0.0
+            for item, size in zip(weighed, self._sizes, strict=True)
+        ]
+        known = [
+            0.0 if math.isnan(loss) and not weight else loss for loss, weight in zip(losses, weights, strict=True)
+        ]
+        found = loss_of_step(known, weights)
+        self.misweighed = max(self.misweighed, relative(abs(found - float(whole)), abs(float(whole))))
 
 
 def compare_gradients(
@@ -105,32 +169,45 @@ def compare_gradients(
     losses: Sequence[float],
     device: torch.device = _CPU,
 ) -> CheckRecord:
-    """Train alone and compare every parameter's gradient and the loss of every step with what the run `found`."""
+    """Train alone and compare every parameter's gradient and the loss of every step with what the run `found`.
+
+    A gradient that is noise, under a thousandth of the largest of all, is compared relative to that thousandth.
+    The updates are made with the gradients that were found: rounding, which Adam makes large where a gradient is
+    almost 0, must not add up from step to step.
+    """
     worst, where, worst_loss = 0.0, "", 0.0
     module = built.module
 
-    def after_step(step: int, total: float) -> None:
+    def before_update(step: int, total: float) -> None:
         nonlocal worst, where, worst_loss
         expected = gradients(module.named_parameters())
+        scale = max(map(largest, expected.values()), default=0.0)
         unused = {name for name, value in expected.items() if name not in found[step] and not value.any()}
         missing = (expected.keys() - unused) ^ found[step].keys()
         assert not missing, f"gradients of {sorted(missing)[:3]} are on one side only"
         for name, wanted in expected.items():
             if name in unused:
                 continue
-            difference = relative(largest(found[step][name] - wanted), largest(wanted))
+            difference = relative(largest(found[step][name] - wanted), max(largest(wanted), scale / 1000))
             if difference > worst or not where:
                 worst, where = difference, f"{name}, step {step}"
-        worst_loss = max(worst_loss, relative(abs(losses[step] - total), abs(total)))
+        if not (math.isnan(total) and math.isnan(losses[step])):
+            worst_loss = max(worst_loss, relative(abs(losses[step] - total), abs(total)))
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None and name in found[step]:
+                parameter.grad.copy_(found[step][name])
 
     with fitting(device):
-        train_alone(built, batches, sizes=sizes, optimizer=optimizer, after_step=after_step, device=device)
+        compared, misweighed = train_alone(
+            built, batches, sizes=sizes, optimizer=optimizer, before_update=before_update, device=device
+        )
     return CheckRecord(
         steps=len(batches),
         gradient_difference=worst,
         parameter=where,
-        loss_difference=worst_loss,
+        loss_difference=max(worst_loss, misweighed),
         tolerance=tolerance(module),
+        compared=compared,
     )
 
 

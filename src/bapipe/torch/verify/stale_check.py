@@ -19,7 +19,6 @@ from torch import Tensor
 from bapipe.records.run_record import CheckRecord
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.inputs.build_model import BuiltModel
-from bapipe.torch.stage.loss import LossOfEach
 from bapipe.torch.verify.gradient_check import Gradients, largest, relative, tolerance
 from bapipe.torch.verify.single_process import WholeModel, fitting
 
@@ -55,7 +54,7 @@ def train_stale(
     called, with the gradients still in the parameters. `first` is how many micro-batches the pipeline has had
     before, in runs that it drained after.
     """
-    module, whole, loss = built.module, WholeModel(built, sizes, device), LossOfEach(built.loss)
+    module, whole = built.module, WholeModel(built, sizes, device)
     parameters = {name: item for name, item in module.named_parameters() if item.requires_grad}
     longest = 1 + max((part.lag for parts in held.values() for part in parts), default=0)
     history: deque[dict[str, Tensor]] = deque(maxlen=longest)
@@ -66,14 +65,17 @@ def train_stale(
         for place in range(len(sizes)):
             weights = {name: _seen(name, history, held.get(name, ()), number) for name in parameters}
             output = whole.run(leaves[place], place, (first + number, 0), weights)
-            found = loss.of(output, targets[place], 0, count=True)
-            found.backward()  # type: ignore[no-untyped-call]
+            found = whole.loss_of(output, targets[place])
+            if found.isnan():  # a mean over nothing: nothing is learnt from it
+                found = torch.zeros_like(found)
+            else:
+                found.backward()  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items():
                 parameter.grad = weights[name].grad
             if optimizer is not None:
                 optimizer.step()
             history.append(_copies(parameters))
-            after_update(number, loss.taken()[0])
+            after_update(number, float(found.detach()))
             number += 1
 
 

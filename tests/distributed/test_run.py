@@ -25,8 +25,8 @@ from bapipe.models.layers import ModelRef  # noqa: E402
 from bapipe.records.plan import Plan, write_plan  # noqa: E402
 from bapipe.records.run_record import RunRecord, read_run, to_timeline  # noqa: E402
 from bapipe.schedule.actions import Action  # noqa: E402
-from bapipe.torch import worker  # noqa: E402
 from bapipe.torch.inputs.build_model import build_model  # noqa: E402
+from bapipe.torch.launch import worker  # noqa: E402
 from bapipe.torch.launch.launcher import launch  # noqa: E402
 from bapipe.torch.launch.run_options import RunOptions  # noqa: E402
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bapipe.errors import BaPipeError
-from bapipe.reporting import svg as module
+from bapipe.reporting.drawing import timeline_svg as module
 from bapipe.reporting.drawing.action_styles import LOOKS
 from bapipe.reporting.drawing.labels import action_name
 from bapipe.reporting.drawing.timeline_svg import render_svg

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from bapipe.errors import BaPipeError
-from bapipe.reporting import text as module
 from bapipe.reporting.drawing.labels import format_time, ticks
 from bapipe.reporting.drawing.rows import rows_of, waits
 from bapipe.reporting.drawing.time_cells import IDLE, WAITING, fill_cells, time_range
+from bapipe.reporting.terminal import timeline_text as module
 from bapipe.reporting.terminal.timeline_text import render_text
 from bapipe.schedule.actions import Kind
 from bapipe.schedule.generators import data_parallel, make_schedule, with_recompute, with_update

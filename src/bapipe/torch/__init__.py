@@ -24,7 +24,7 @@ _MODULES = {
     "PipeDream": "pipedream.stashing_pipeline",
     "Pipeline": "runtime.pipeline",
     "capture": "capturing",
-    "token_mean": "weighing",
+    "token_mean": "stage.loss_weighing",
 }
 
 

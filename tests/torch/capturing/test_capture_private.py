@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bapipe.torch.capturing
-from bapipe.torch.capturing import capture, export, private
+from bapipe.torch.capturing import capture, export, torch_internals
 from bapipe.torch.zoo.gnmt import build_gnmt
 
 FOLDER = Path(bapipe.torch.capturing.__file__).parent
@@ -38,7 +38,7 @@ def private_names(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("file", sorted([*FOLDER.glob("*.py"), *ZOO.glob("*.py")]), ids=lambda file: file.name)
 def test_private_names_are_in_one_file(file: Path) -> None:
-    if file.name == "private.py":
+    if file.name == "torch_internals.py":
         assert private_names(file)
     else:
         assert private_names(file) == []
@@ -57,31 +57,33 @@ class Tied(nn.Module):
 def test_what_is_read_of_an_exported_program() -> None:
     value = torch.randn(3, 4)
     program = torch.export.export(Tied(), (value,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    kinds = [(item.kind, item.target) for item in private.placeholders(program)]
+    kinds = [(item.kind, item.target) for item in torch_internals.placeholders(program)]
     assert kinds == [
         ("parameter", "block.0.weight"),
         ("parameter", "block.0.bias"),
         ("buffer", "scale"),
         ("input", None),
     ]
-    nodes = {private.op_name(node.target): node for node in program.graph.nodes if node.op == "call_function"}
+    nodes = {
+        torch_internals.op_name(node.target): node for node in program.graph.nodes if node.op == "call_function"
+    }
     assert {"aten.linear", "aten.dropout", "aten.relu_", "aten.mul"} <= nodes.keys()
-    assert private.module_path(nodes["aten.linear"]) == "block.0"
-    assert private.module_path(nodes["aten.mul"]) == ""
+    assert torch_internals.module_path(nodes["aten.linear"]) == "block.0"
+    assert torch_internals.module_path(nodes["aten.mul"]) == ""
     size = nodes["aten.linear"].meta["val"].shape[0]
-    assert private.is_symbolic(size)
-    assert len(private.symbols(size)) == 1
-    assert [private.size_at(size, batch) for batch in (1, 7)] == [1, 7]
-    in_spec, out_spec = private.call_structure(program)
-    assert private.unflatten([1], in_spec) == ((1,), {})
-    assert private.unflatten([1], out_spec) == {"out": 1}
+    assert torch_internals.is_symbolic(size)
+    assert len(torch_internals.symbols(size)) == 1
+    assert [torch_internals.size_at(size, batch) for batch in (1, 7)] == [1, 7]
+    in_spec, out_spec = torch_internals.call_structure(program)
+    assert torch_internals.unflatten([1], in_spec) == ((1,), {})
+    assert torch_internals.unflatten([1], out_spec) == {"out": 1}
 
 
 def test_what_is_read_of_operators() -> None:
     aten = torch.ops.aten
 
     def uses(target):
-        arguments, draws = private.operator_use(target)
+        arguments, draws = torch_internals.operator_use(target)
         return {item.name: (item.written, item.aliased) for item in arguments}, draws
 
     written, aliased = uses(aten.relu_.default)[0]["self"]
@@ -93,7 +95,7 @@ def test_what_is_read_of_operators() -> None:
     for target in (aten.dropout.default, aten.rand.default, aten.bernoulli_.float, aten.lstm.input):
         assert uses(target)[1], f"{target} draws random numbers"
     assert not uses(aten.linear.default)[1]
-    assert private.operator_use(len) is None
+    assert torch_internals.operator_use(len) is None
 
 
 def test_what_is_patched() -> None:
@@ -102,13 +104,13 @@ def test_what_is_patched() -> None:
         def forward(ctx, value):  # noqa: ARG004
             return value
 
-    classes = private.function_classes()
+    classes = torch_internals.function_classes()
     assert Own in classes
     assert torch.utils.checkpoint.CheckpointFunction in classes
     assert not any(cls.__module__.startswith("torch._") for cls in classes)
     module = nn.Linear(2, 2)
     other = nn.Parameter(torch.zeros(2, 2))
-    private.swap_parameter(module, "weight", other)
+    torch_internals.swap_parameter(module, "weight", other)
     assert module.weight is other
 
 
@@ -125,11 +127,11 @@ def test_what_is_read_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> No
 
     before = [list(layer._flat_weights) for layer in module]
     all_there = {name: OnGpu() for name in names}
-    private.flatten_recurrent(module, all_there)
+    torch_internals.flatten_recurrent(module, all_there)
     assert laid == [[all_there[name] for name in names[:4]], [all_there[name] for name in names[4:]]]
-    private.flatten_recurrent(module, {**all_there, "0.bias_hh_l0": None})
+    torch_internals.flatten_recurrent(module, {**all_there, "0.bias_hh_l0": None})
     assert len(laid) == 3
-    private.flatten_recurrent(module, dict(module.named_parameters()))
+    torch_internals.flatten_recurrent(module, dict(module.named_parameters()))
     assert len(laid) == 3
     for layer, own in zip(module, before, strict=True):
         assert all(one is other for one, other in zip(layer._flat_weights, own, strict=True))
@@ -159,7 +161,7 @@ def test_shapes_of_a_traced_lstm(options: dict[str, int | bool]) -> None:
     lstm = nn.LSTM(6, 8, **options)
     given = torch.randn(4, 5, 6)
     real, (hidden, cell) = lstm(given)
-    with private.lstms_traced_whole():
+    with torch_internals.lstms_traced_whole():
         program = torch.export.export(lstm, (given,), strict=False)
     node = next(item for item in program.graph.nodes if item.target == torch.ops.aten.lstm.input)
     traced = node.meta["val"]
@@ -174,7 +176,7 @@ def _shapes(node: torch.fx.Node) -> list[str]:
 
 
 def test_the_tracer_is_loaded_beside_other_work() -> None:
-    thread = private.load_tracer()
+    thread = torch_internals.load_tracer()
     thread.join(120)
     assert not thread.is_alive()
     assert "torch.export._trace" in sys.modules

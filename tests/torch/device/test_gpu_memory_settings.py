@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bapipe.torch import gpu_memory
+from bapipe.torch.device import allocator
 
 
 @pytest.fixture
@@ -14,16 +14,16 @@ def switched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(gpu_memory, "_in_pages", type(gpu_memory._in_pages)())
-    monkeypatch.setattr(gpu_memory, "_try", lambda _: None)
-    for name in gpu_memory._SETTINGS:
+    monkeypatch.setattr(allocator, "_in_pages", type(allocator._in_pages)())
+    monkeypatch.setattr(allocator, "_try", lambda _: None)
+    for name in allocator._SETTINGS:
         monkeypatch.delenv(name, raising=False)
     return told
 
 
 def test_pages_once_for_a_process(switched: list[str]) -> None:
     for _ in range(2):
-        gpu_memory.keep_in_pages(torch.device("cuda"))
+        allocator.keep_in_pages(torch.device("cuda"))
     assert switched == ["expandable_segments:True"]
 
 
@@ -31,20 +31,20 @@ def test_a_driver_without_pages(switched: list[str], monkeypatch: pytest.MonkeyP
     def refuse(_: torch.device) -> None:
         raise RuntimeError("CUDA driver error: operation not supported")
 
-    monkeypatch.setattr(gpu_memory, "_try", refuse)
-    gpu_memory.keep_in_pages(torch.device("cuda"))
+    monkeypatch.setattr(allocator, "_try", refuse)
+    allocator.keep_in_pages(torch.device("cuda"))
     assert switched == ["expandable_segments:True", "expandable_segments:False"]
-    assert not gpu_memory._in_pages.is_set()
+    assert not allocator._in_pages.is_set()
 
 
 def test_a_cpu_has_none(switched: list[str]) -> None:
-    gpu_memory.keep_in_pages(torch.device("cpu"))
+    allocator.keep_in_pages(torch.device("cpu"))
     assert switched == []
 
 
 def test_the_users_own_settings_stay(switched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    gpu_memory.keep_in_pages(torch.device("cuda"))
+    allocator.keep_in_pages(torch.device("cuda"))
     assert switched == []
 
 

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="running a plan needs torch: pip ins
 from bapipe.cli.run import run_command  # noqa: E402
 from bapipe.errors import BaPipeError  # noqa: E402
 from bapipe.records.plan import Plan, read_plan, write_plan  # noqa: E402
-from bapipe.torch import worker  # noqa: E402
 from bapipe.torch.checkpoint.checkpoint_options import Saving  # noqa: E402
+from bapipe.torch.launch import worker  # noqa: E402
 from bapipe.torch.launch.elastic import launch_elastic  # noqa: E402
 from bapipe.torch.launch.launcher import check_gpus, launch  # noqa: E402
 from bapipe.torch.launch.run_options import RunOptions  # noqa: E402

@@ -20,7 +20,7 @@ from bapipe.models.layers import ModelRef
 from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.capturing.part_ops import lstm_steps
 from bapipe.torch.capturing.torch_internals import flatten
-from bapipe.torch.profiler import MeasureSettings, profile_module, rounds
+from bapipe.torch.profiler import MeasureSettings, measure_loop, profile_module
 from bapipe.torch.stage.loss import LossSum
 from bapipe.torch.stage.runner import StageRunner
 from bapipe.torch.zoo.gnmt import build_gnmt
@@ -55,7 +55,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Captured, Chain]:
     folder: Path = tmp_path_factory.mktemp("cache")
     settings = MeasureSettings(microbatches=(SIZE,), folder=folder, seconds=0.001, iterations=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "find_units", _each_alone)  # layers so small would be weighed together, by chance
+        patch.setattr(
+            measure_loop, "find_units", _each_alone
+        )  # layers so small would be weighed together, by chance
         profile = profile_module(module, args, kwargs, model=ModelRef(name="gnmt"), settings=settings).profile
     return capture(module, args, kwargs, check=False), make_chain(profile, tuple(profile.accelerators), SIZE)
 

@@ -17,6 +17,7 @@ from typing import Any
 __all__ = ["TIMEOUT", "fork_ranks", "read_results", "run_cases", "run_own_cases", "start"]
 
 TESTS = Path(__file__).resolve().parents[1]
+PATHS = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
 TIMEOUT = datetime.timedelta(seconds=300)
 """for ranks that wait while others run cases without them"""
 
@@ -25,7 +26,12 @@ def start(worker: Path, folder: Path, *, seconds: float) -> None:
     """Run a worker script on a folder to its end; what it writes is shown if it fails."""
     done = subprocess.run(
         [sys.executable, str(worker), str(folder)],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+        env={
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")]),
+        },
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import CheckRecord, RunRecord, StepRecord
 from bapipe.torch.capturing.stage_module import Slice
-from bapipe.torch.checkpoint.checkpoint_folder import CheckpointError
+from bapipe.torch.checkpoint.checkpoint_manifest import CheckpointError
 from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, sum_over_ranks
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.inputs.build_model import build_model, make_optimizer
@@ -81,6 +81,7 @@ class Training:
                 keep=saving.keep,
                 asynchronous=saving.asynchronous,
             )
+            self._checkpoints.lock()
             self.loaded = self._checkpoints.load() if saving.resume else None
 
     def save(self, *, is_last: bool) -> None:

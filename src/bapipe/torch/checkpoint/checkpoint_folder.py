@@ -1,135 +1,160 @@
 """Folders of checkpoints: how one becomes complete all at once, and which is the last. Imports no torch.
 
+run/.lock                   held by the run that writes into the folder
 run/.partial-00000006/      being written, or left by a run that was killed: never read, removed by the next save
 run/step-00000003/          complete: it got this name after all its bytes were on disk
-    checkpoint.json         the manifest, written last: step, names, and the size of every other file
+    checkpoint.json         the manifest, written last: step, names, size and SHA-256 of every other file
     .metadata, __0_0.distcp … torch.distributed.checkpoint's: tensors under the model's own names
     state.pt                what is small: parameter groups, scheduler, data position, random generators
+run/damaged-step-00000002/  could not be read when its step was saved again: set aside, never removed
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from bapipe.errors import BaPipeError, FileFormatError
-from bapipe.io.files import dump_json, read_versioned
-from bapipe.models.layers import ModelRef
+from bapipe.errors import BaPipeError
+from bapipe.torch.checkpoint.checkpoint_files import first_line
+from bapipe.torch.checkpoint.checkpoint_manifest import (
+    CHECKPOINT_SCHEMA,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    UnknownSchemaError,
+    UnreadableCheckpointError,
+    dump_manifest,
+    read_manifest,
+    step_of,
+)
 from bapipe.units import format_bytes
 
 __all__ = [
-    "CHECKPOINT_SCHEMA",
-    "MANIFEST",
-    "SMALL_STATE",
-    "CheckpointError",
-    "Manifest",
     "begin_checkpoint",
+    "candidates",
+    "checkpoints_of",
     "commit_checkpoint",
     "discard",
     "disk_problem",
     "find_checkpoint",
+    "is_checkpoint",
     "keep_last",
     "latest",
-    "read_manifest",
+    "reason",
+    "refuse_unread",
+    "set_aside",
 ]
 
-CHECKPOINT_SCHEMA = "bapipe.checkpoint/1"
-MANIFEST = "checkpoint.json"
-SMALL_STATE = "state.pt"
-_STEP = re.compile(r"step-(\d{8,})")
 _UNFINISHED = (".partial-", ".removed-")
 
 
-class CheckpointError(BaPipeError):
-    """A checkpoint that could not be written; the last complete one is as it was."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a complete checkpoint holds; versioned as checkpoint.json."""
-
-    schema: str = CHECKPOINT_SCHEMA
-    step: int
-    """mini-batches trained"""
-    model: ModelRef
-    saved_under: str
-    """the plan's kind, schedule and stages, for people; any other plan can read it"""
-    minibatch: int
-    microbatch_size: int
-    """with another one dropout draws, and batch-norm sees, other micro-batches"""
-    saved: tuple[str, ...]
-    """what there is beside the model: optimizer, scheduler, scaler, data"""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """another name of a tensor in the model's state_dict -> the one that it is saved under"""
-    files: dict[str, int]
-    """name -> bytes, of every file but the manifest"""
-    torch: str
-    """version"""
-
-
-def read_manifest(checkpoint: str | Path) -> Manifest:
-    """The manifest of one checkpoint; FileFormatError if it has none, or not all of its files."""
-    path = Path(checkpoint)
-    manifest = read_versioned(Manifest, path / MANIFEST, schema=CHECKPOINT_SCHEMA)
-    for name, size in manifest.files.items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise FileFormatError(f"{path} is no complete checkpoint: {name} {what}; use another one")
-    return manifest
-
-
-def _by_step(folder: Path) -> list[tuple[int, Path]]:
-    """All that have a checkpoint's name, the latest first."""
+def checkpoints_of(folder: str | Path) -> list[Path]:
+    """All that have a checkpoint's name, the latest first, whether they can be read or not."""
     try:
-        entries = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+        found = [(step, path) for path in Path(folder).iterdir() if (step := step_of(path)) is not None]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(((int(match[1]), path) for match, path in entries), reverse=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {first_line(error)}; give another folder") from None
+    return [path for _, path in sorted(found, reverse=True)]
 
 
-def latest(folder: str | Path) -> Path | None:
-    """The last complete checkpoint of a folder, or None."""
-    for _, path in _by_step(Path(folder)):
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a path is a checkpoint itself, and no folder of them."""
+    return os.path.lexists(Path(path) / MANIFEST)
+
+
+def reason(error: BaseException) -> str:
+    """What is wrong with a checkpoint, without what to do."""
+    return str(error).rpartition("; ")[0] or str(error)
+
+
+def latest(folder: str | Path, *, besides: Collection[Path] = ()) -> Path | None:
+    """The last complete checkpoint of a folder, or None; by its manifest and the sizes of its files."""
+    for path in checkpoints_of(folder):
+        if path in besides:
+            continue
         try:
             read_manifest(path)
-        except FileFormatError:
+        except UnreadableCheckpointError:
             continue
         return path
     return None
 
 
+def candidates(folder: str | Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """The complete checkpoints of a folder, the latest first, to take the first one whose files are as written.
+
+    Those that are damaged are passed over, and `say` is called with a line for each. One of an unknown schema is
+    not: UnknownSchemaError.
+    """
+    for path in checkpoints_of(folder):
+        try:
+            read_manifest(path)
+        except UnknownSchemaError:
+            raise
+        except UnreadableCheckpointError as error:
+            say(f"skipped a checkpoint: {reason(error)}")
+        else:
+            yield path
+
+
 def find_checkpoint(path: str | Path) -> Path:
-    """A checkpoint by its own path, or the last one of a folder of them; BaPipeError if there is none."""
-    if (Path(path) / MANIFEST).is_file():
+    """A checkpoint by its own path, or the last one of a folder of them; BaPipeError if there is none.
+
+    Nothing is passed over: if the last one cannot be read, that is the error.
+    """
+    if is_checkpoint(path):
         read_manifest(path)
         return Path(path)
-    found = latest(path)
-    if found is None:
-        raise BaPipeError(f"{path} holds no complete checkpoint; give a folder that bapipe run --checkpoint wrote")
-    return found
+    found = checkpoints_of(path)
+    if not found:
+        refuse_unread(path, required=True)
+    read_manifest(found[0])
+    return found[0]
 
 
-def begin_checkpoint(folder: str | Path, step: int) -> Path:
+def refuse_unread(folder: str | Path, *, required: bool) -> None:
+    """Where no checkpoint of a folder could be read: CheckpointError if there are any, BaPipeError if required."""
+    count = len(checkpoints_of(folder))
+    if count:
+        raise CheckpointError(
+            f"none of the {count} checkpoints in {folder} can be read; give another folder to train from the start"
+        )
+    if required:
+        raise BaPipeError(
+            f"{folder} holds no complete checkpoint; give a folder that bapipe run --checkpoint wrote"
+        )
+
+
+def begin_checkpoint(folder: str | Path, step: int, *, besides: Collection[Path] = ()) -> Path:
     """An empty folder to write the checkpoint of a step into; what killed runs left is removed.
 
     Refused where the last complete checkpoint is not an earlier one: it would be of another training, and hide
-    this one. One run at a time may write into a folder.
+    this one; and where one that is not earlier is of an unknown schema. `besides` are known to be damaged. The
+    caller holds the folder's lock.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for path in target.iterdir():
         if path.name.startswith(_UNFINISHED):
             discard(path)
-    last = latest(target)
-    if last is not None and read_manifest(last).step >= step:
+    for path in checkpoints_of(target):
+        if path in besides or (step_of(path) or 0) < step:
+            continue
+        try:
+            read_manifest(path)
+        except UnknownSchemaError as error:
+            raise BaPipeError(
+                f"{reason(error)}, so this training cannot save step {step} beside it; give another folder"
+            ) from None
+        except UnreadableCheckpointError:
+            continue
         raise BaPipeError(
-            f"{last} is complete, so this training cannot save step {step} beside it; load that one first, or "
+            f"{path} is complete, so this training cannot save step {step} beside it; load that one first, or "
             "give another folder"
         )
     partial = target / f".partial-{step:08d}"
@@ -137,16 +162,42 @@ def begin_checkpoint(folder: str | Path, step: int) -> Path:
     return partial
 
 
+def set_aside(folder: str | Path, step: int, *, besides: Collection[Path] = ()) -> Path | None:
+    """Give a damaged checkpoint of a step another name, so that the step can be saved; the name, or None.
+
+    CheckpointError if it is not damaged: it came since `begin_checkpoint`, by another run.
+    """
+    taken = Path(folder) / f"step-{step:08d}"
+    if not os.path.lexists(taken):
+        return None
+    if taken not in besides and not _is_damaged(taken):
+        raise CheckpointError(f"{taken} was written by another run meanwhile; give each run its own folder")
+    number, aside = 1, taken.with_name(f"damaged-{taken.name}")
+    while os.path.lexists(aside):
+        number += 1
+        aside = taken.with_name(f"damaged-{taken.name}-{number}")
+    taken.rename(aside)
+    return aside
+
+
+def _is_damaged(checkpoint: Path) -> bool:
+    try:
+        read_manifest(checkpoint)
+    except UnreadableCheckpointError as error:
+        return not isinstance(error, UnknownSchemaError)
+    return False
+
+
 def commit_checkpoint(partial: Path, manifest: Manifest) -> Path:
     """Make a checkpoint whose files are on disk complete, in one step. Returns its final path."""
     final = partial.with_name(f"step-{manifest.step:08d}")
     with (partial / MANIFEST).open("x", encoding="utf-8") as stream:
-        stream.write(dump_json(manifest))
+        stream.write(dump_manifest(manifest))
         stream.flush()
         os.fsync(stream.fileno())
     _sync_folder(partial)
-    if final.exists():  # `begin_checkpoint` saw that it is damaged
-        _remove(final)
+    if os.path.lexists(final):
+        raise CheckpointError(f"{final} is there already, and is not replaced; give another folder")
     partial.rename(final)
     _sync_folder(final.parent)
     return final
@@ -160,11 +211,23 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def keep_last(folder: str | Path, count: int) -> None:
-    """Remove all complete or damaged checkpoints but the last ones. What cannot be removed stays."""
-    for _, path in _by_step(Path(folder))[count:]:
+def keep_last(folder: str | Path, count: int, *, besides: Collection[Path] = ()) -> None:
+    """Remove all complete checkpoints of this schema but the last ones. What cannot be removed stays.
+
+    So does what cannot be read, or is of another schema, and does not count; nor do `besides`.
+    """
+    kept = 0
+    for path in checkpoints_of(folder):
+        if path in besides:
+            continue
         try:
-            _remove(path)
+            if read_manifest(path).schema != CHECKPOINT_SCHEMA:
+                continue
+            kept += 1
+            if kept > count:
+                _remove(path)
+        except UnreadableCheckpointError:
+            continue
         except OSError:
             return
 

@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.checkpoint.checkpoint_folder import latest
+from bapipe.torch.checkpoint.checkpoint_folder import checkpoints_of, latest, reason
+from bapipe.torch.checkpoint.checkpoint_manifest import (
+    UnknownSchemaError,
+    UnreadableCheckpointError,
+    read_manifest,
+)
 
 __all__ = ["Saving"]
 
@@ -32,14 +37,35 @@ class Saving:
             raise BaPipeError(f"--keep must be at least 1 checkpoint, got {self.keep}; raise it")
 
     def check(self, *, comparing: bool = False) -> None:
-        """Refuse to start afresh beside another run's checkpoints, and to compare what was not all run here."""
+        """Refuse to start afresh beside another run's checkpoints, and to compare what was not all run here.
+
+        And to go on where the last one is of a schema that this version does not know: it would be left behind.
+        """
         found = latest(self.folder)
+        last = next(iter(checkpoints_of(self.folder)), None)
+        if last is not None and last != found:
+            self._refuse_unreadable(last)
         if found is not None and not self.resume:
             raise BaPipeError(
                 f"{found} is a checkpoint of another run; give --resume to go on from it, or another folder"
             )
         if found is not None and comparing:
             raise BaPipeError("--check compares a run from its first step; leave it out with --resume")
+
+    def _refuse_unreadable(self, last: Path) -> None:
+        """A damaged one is passed over by a run that resumes, and said so."""
+        try:
+            read_manifest(last)
+        except UnknownSchemaError as error:
+            raise BaPipeError(
+                f"{reason(error)}; it is not replaced: use the version that wrote it, or give another folder"
+            ) from None
+        except UnreadableCheckpointError as error:
+            if not self.resume:
+                raise BaPipeError(
+                    f"{reason(error)}; it is not replaced: give --resume to go on from an earlier one, or another "
+                    "folder"
+                ) from None
 
     def resumed(self) -> Saving:
         """The same, going on from the last checkpoint."""

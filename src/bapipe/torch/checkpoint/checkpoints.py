@@ -11,12 +11,12 @@ checkpoints.close()
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,34 +26,36 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
 from bapipe.torch.checkpoint.checkpoint_folder import (
-    SMALL_STATE,
-    CheckpointError,
-    Manifest,
     begin_checkpoint,
+    candidates,
     commit_checkpoint,
     discard,
     disk_problem,
-    find_checkpoint,
+    is_checkpoint,
     keep_last,
     latest,
-    read_manifest,
+    reason,
+    refuse_unread,
+    set_aside,
 )
-from bapipe.torch.checkpoint.tensor_pieces import (
-    Piece,
-    Pieces,
-    PieceWriter,
-    file_writer,
-    read_metadata,
-    read_pieces,
+from bapipe.torch.checkpoint.checkpoint_loading import Loaded, Loading, Stateful
+from bapipe.torch.checkpoint.checkpoint_lock import FolderLock
+from bapipe.torch.checkpoint.checkpoint_manifest import (
+    METADATA,
+    SMALL_STATE,
+    CheckpointError,
+    Manifest,
+    SavedFile,
+    fingerprint_of,
 )
+from bapipe.torch.checkpoint.checkpoint_metadata import parse_metadata
+from bapipe.torch.checkpoint.checkpoint_reader import described_tensors
+from bapipe.torch.checkpoint.tensor_pieces import Piece, PieceFiles, Pieces, PieceWriter, model_name
 from bapipe.torch.checkpoint.training_state import (
-    fill_optimizer,
     model_pieces,
     optimizer_groups,
     optimizer_pieces,
     random_state,
-    read_small,
-    set_random_state,
     write_small,
 )
 from bapipe.torch.comm import guarded
@@ -64,25 +66,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints", "Loaded", "Stateful"]
 
 T = TypeVar("T")
-
-
-class Stateful(Protocol):
-    """What has a state to save: a learning-rate scheduler, a GradScaler, a data loader."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """The checkpoint that training goes on from."""
-
-    path: Path
-    step: int
-    """mini-batches trained; also in `pipe.steps`"""
-    data: Any
-    """what `save` was given as the position in the data"""
 
 
 class Checkpoints:
@@ -120,9 +103,26 @@ class Checkpoints:
         self._writing: threading.Thread | None = None
         self._outcome: str | BaseException | None = None
         """of the write that the thread has finished: None, why it failed, or what it raised"""
+        self._lock: FolderLock | None = None
+        self._damaged: set[Path] = set()
+        """checkpoints that a load passed over"""
         with pipe.watch.guard(), guarded(None):
             # Its own, so that what is written beside the training does not meet the training's own messages.
             self._group = dist.new_group(backend="gloo", timeout=pipe.timeout)
+
+    def lock(self) -> None:
+        """Keep other runs from writing into the folder until `close`; BaPipeError if one does.
+
+        All ranks call it. `load` and `save` do it too; called before the first step it tells so at once.
+        """
+        with self._pipe.watch.guard():
+            self._agreed(self._take_lock)
+
+    def _take_lock(self) -> None:
+        """Rank 0. Where the disk does not let it there is no lock: a save will say why, if it fails too."""
+        if self._lock is None:
+            with contextlib.suppress(OSError):
+                self._lock = FolderLock(self.folder)
 
     def save(self, *, data: Any = None) -> None:
         """Save the training as it is now; all ranks call it after the same step.
@@ -152,6 +152,9 @@ class Checkpoints:
         """Wait for what is still being written. Raises CheckpointError if the last save has failed."""
         with self._pipe.watch.guard():
             self._finish()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
         if self.failed is not None:
             raise CheckpointError(self.failed)
 
@@ -161,46 +164,74 @@ class Checkpoints:
         All ranks call it, before their first step. The plan may be any plan of the same model. Sets parameters,
         buffers, optimizer, scheduler, scaler, `pipe.steps` (from which dropout is seeded) and random generators:
         each rank its own if there are as many as at the save, else all of them rank 0's.
+
+        No value is used before all ranks have verified the files that they read. Of a folder, a damaged checkpoint
+        is passed over, on all ranks, for the one before; `say` is called with a line for each. CheckpointError if
+        none is left, or if there is one of an unknown schema.
         """
         pipe = self._pipe
         with pipe.watch.guard():
             pipe.watch.progress.note("loading a checkpoint")
-            path = self._agreed(lambda: latest(self.folder) if checkpoint is None else find_checkpoint(checkpoint))
-            if path is None:
-                return None
-            problem, loaded = "", None
-            try:
-                loaded = self._load(path)
-            except BaPipeError as error:
-                problem = str(error)
-            problems: list[str] = [""] * dist.get_world_size()
-            with guarded(None):
-                dist.all_gather_object(problems, problem, group=self._group)
-            for found in filter(None, problems):
-                raise BaPipeError(found)
-            return loaded
+            source = self.folder if checkpoint is None else Path(checkpoint)
+            alone = self._agreed(lambda: checkpoint is not None and is_checkpoint(source))
+            if checkpoint is None:
+                self._agreed(self._take_lock)
+            left = iter([source]) if alone else candidates(source, self._say)
+            model = self._model()
+            problem = ""
+            while (path := self._agreed(lambda: next(left, None))) is not None:
+                loading = Loading(pipe, path, model, self._optimizer, self._scheduler, self._scaler)
+                problem = self._together(loading.verify) or self._together(loading.fill)
+                if not problem:
+                    if pipe.rank == 0 and loading.unverified is not None:
+                        self._say(loading.unverified)
+                    return loading.loaded
+                if alone:
+                    raise CheckpointError(problem)
+                self._damaged.add(path)
+                if pipe.rank == 0:
+                    self._say(f"skipped a checkpoint: {reason(CheckpointError(problem))}")
+            self._agreed(lambda: refuse_unread(source, required=checkpoint is not None))
+            return None
 
-    def _load(self, path: Path) -> Loaded:
-        pipe, manifest, metadata = self._pipe, read_manifest(path), read_metadata(path)
-        small = read_small(path / SMALL_STATE)
-        for name, target in (
-            ("optimizer", self._optimizer),
-            ("scheduler", self._scheduler),
-            ("scaler", self._scaler),
-        ):
-            if target is not None and name not in manifest.saved:
-                raise BaPipeError(f"{path} was saved without {name}; save with it, or load without")
-        read_pieces(path, metadata, model_pieces(pipe))
-        if self._optimizer is not None:
-            fill_optimizer(pipe, self._optimizer, path, metadata, small["groups"])
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(small["scheduler"])
-        if self._scaler is not None:
-            self._scaler.load_state_dict(small["scaler"])
-        pipe.steps = manifest.step
-        states = small["random"]
-        set_random_state(states[pipe.rank if len(states) == dist.get_world_size() else 0], pipe.device)
-        return Loaded(path=path, step=manifest.step, data=small["data"])
+    def _model(self) -> str:
+        """The fingerprint of the whole model's tensors, of which every rank has some."""
+        own = [
+            (name, piece.whole, str(piece.tensor.dtype))
+            for key, several in model_pieces(self._pipe).items()
+            for piece in several
+            if (name := model_name(key)) is not None
+        ]
+        everywhere: list[list[Any]] = [[]] * dist.get_world_size()
+        with guarded(None):
+            dist.all_gather_object(everywhere, own, group=self._group)
+        return fingerprint_of({(name, tuple(shape), dtype) for some in everywhere for name, shape, dtype in some})
+
+    def _together(self, act: Callable[[], None]) -> str:
+        """Do something on all ranks; what is wrong with the checkpoint, the same on all, or "".
+
+        Raises, on all ranks, what else is wrong on one.
+        """
+        mine: tuple[str, str] = ("", "")
+        failed: Exception | None = None
+        try:
+            act()
+        except CheckpointError as error:
+            mine = ("damaged", str(error))
+        except BaPipeError as error:
+            mine = ("refused", str(error))
+        except Exception as error:
+            failed = error
+            mine = ("refused", f"rank {self._pipe.rank} cannot load: {type(error).__name__}: {error}")
+        everywhere: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+        with guarded(None):
+            dist.all_gather_object(everywhere, mine, group=self._group)
+        if failed is not None:
+            raise failed
+        for kind, text in everywhere:
+            if kind == "refused":
+                raise BaPipeError(text)
+        return next((text for kind, text in everywhere if kind), "")
 
     def _small(self, data: Any) -> dict[str, Any]:
         """What this rank has to say beside its tensors."""
@@ -234,7 +265,7 @@ class Checkpoints:
         self.failed = None
         if problem is None:
             return
-        last = latest(self.folder)
+        last = latest(self.folder, besides=self._damaged)
         left = "there is no complete checkpoint yet" if last is None else f"the last complete checkpoint is {last}"
         self.failed = f"the checkpoint after {step} steps was not written to {self.folder}: {problem}; {left}"
         if self._pipe.rank == 0:
@@ -250,46 +281,66 @@ class Checkpoints:
         except CheckpointError as error:
             return str(error)
         problem = None
-        writer = file_writer(partial)
+        writer = PieceFiles(partial)
         try:
             with guarded(None):
                 save(dict(pieces), storage_writer=writer, planner=PieceWriter(), process_group=self._group)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             problem = f"rank {rank}: {disk_problem(cause, self.folder)}"
+        written: list[dict[str, SavedFile]] | None = None
+        if self._pipe.rank == 0:
+            written = [{}] * dist.get_world_size()
+        with guarded(None):
+            dist.gather_object(writer.written, written, group=self._group)
+        files = {name: file for some in written or () for name, file in some.items()}
         try:
-            return self._agreed(lambda: self._complete(partial, everywhere or [], step, problem))
+            return self._agreed(lambda: self._complete(partial, everywhere or [], step, files, problem))
         except CheckpointError as error:
             return str(error)
 
     def _begin(self, everywhere: list[dict[str, Any]], step: int) -> Path:
         """Rank 0: the folder to write into, with what is small."""
-        partial = begin_checkpoint(self.folder, step)
+        self._take_lock()
+        partial = begin_checkpoint(self.folder, step, besides=self._damaged)
         shared = {name: everywhere[0][name] for name in ("scheduler", "scaler", "data")}
         groups = [group for rank in everywhere for group in rank["groups"]]
         generators = [rank["random"] for rank in everywhere]
+        values = {**shared, "groups": groups, "random": generators, "step": step}
         try:
-            write_small({**shared, "groups": groups, "random": generators}, partial / SMALL_STATE)
+            self._small_file = write_small(values, partial / SMALL_STATE)
         except BaseException:
             discard(partial)
             raise
         return partial
 
     def _complete(
-        self, partial: Path, everywhere: list[dict[str, Any]], step: int, problem: str | None
+        self,
+        partial: Path,
+        everywhere: list[dict[str, Any]],
+        step: int,
+        files: dict[str, SavedFile],
+        problem: str | None,
     ) -> str | None:
         """Rank 0: give the checkpoint its name, or remove it if a rank had a problem, which is returned."""
         if problem is not None:
             discard(partial)
             return problem
         try:
-            metadata = read_metadata(partial)
-            written = {place.relative_path for place in metadata.storage_data.values()}
-            missing = sorted(name for name in written if not (partial / name).is_file())
-            if missing:
-                raise CheckpointError(
-                    f"{missing[0]} was written elsewhere; give a folder on a disk that all nodes see"
-                )
+            files[SMALL_STATE] = self._small_file
+            for name, file in files.items():
+                path = partial / name
+                if not path.is_file():
+                    raise CheckpointError(
+                        f"{name} was written elsewhere; give a folder on a disk that all nodes see"
+                    )
+                found = path.stat().st_size
+                if found != file.size:
+                    raise CheckpointError(f"{name} has {found} bytes, {file.size} were written; check the disk")
+            try:
+                metadata = parse_metadata((partial / METADATA).read_bytes(), files, verified=True)
+            except ValueError as error:
+                raise CheckpointError(f"{METADATA} {error}; check the disk") from None
             plan, first = self._pipe.plan, everywhere[0]
             saved = [name for name in ("scheduler", "scaler", "data") if first[name] is not None]
             if any(rank["optimizer"] for rank in everywhere):
@@ -302,14 +353,19 @@ class Checkpoints:
                 microbatch_size=plan.microbatch_size,
                 saved=tuple(saved),
                 aliases=self._pipe.aliases,
-                files={path.name: path.stat().st_size for path in sorted(partial.iterdir())},
+                tensors=fingerprint_of(described_tensors(metadata)),
+                files=dict(sorted(files.items())),
                 torch=torch.__version__,
             )
+            aside = set_aside(self.folder, step, besides=self._damaged)
+            if aside is not None:
+                self._say(f"a damaged checkpoint of step {step} was in the way; it is {aside} now")
             commit_checkpoint(partial, manifest)
         except BaseException:
             discard(partial)
             raise
-        keep_last(self.folder, self._keep)
+        self._damaged.discard(self.folder / f"step-{step:08d}")
+        keep_last(self.folder, self._keep, besides=self._damaged)
         return None
 
     def _agreed(self, decide: Callable[[], T]) -> T:

@@ -8,12 +8,12 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -34,19 +32,22 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing.stage_module import Slice
+from bapipe.torch.checkpoint.checkpoint_files import HashingStream
+from bapipe.torch.checkpoint.checkpoint_manifest import SavedFile
 
 __all__ = [
     "Piece",
+    "PieceFiles",
     "PieceWriter",
     "Pieces",
-    "file_writer",
+    "boxes_to_read",
+    "check_pieces",
     "model_key",
     "model_name",
     "optimizer_key",
     "optimizer_name",
     "piece_of",
-    "read_metadata",
-    "read_pieces",
+    "place_box",
     "saved_tensor",
 ]
 
@@ -132,52 +133,19 @@ class PieceWriter(DefaultSavePlanner):
         return _find(self.state_dict, index)
 
 
-class _PieceReader(LoadPlanner):
-    """Fills pieces with what lies there in the saved wholes."""
-
-    def __init__(self, pieces: Pieces, metadata: Metadata) -> None:
-        self._pieces, self._metadata = pieces, metadata
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """All is known already."""
-
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for key, pieces in self._pieces.items():
-            saved = self._metadata.state_dict_metadata[key]
-            assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(key, saved, [piece.box for piece in pieces])
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
-        raise AssertionError(f"{read_item.dest_index.fqn} is no tensor")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        tensor = _find(self._pieces, read_item.dest_index)
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The tensor is the piece's own memory."""
-
-
 class _Disk(FileSystem):
-    """Files whose errors are the system's: torch.save has another one for a full disk."""
+    """New files, hashed as they are written. Errors are the system's: torch.save has another for a full disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, SavedFile] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb"
         try:
-            with Path(path).open(mode) as stream:
-                yield cast(io.IOBase, stream)
+            with HashingStream(path, self._note) as stream:
+                yield stream
         except RuntimeError as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
@@ -186,20 +154,25 @@ class _Disk(FileSystem):
                 raise
             raise OSError(*cause.args) from error
 
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[os.path.basename(new_path)] = self.written.pop(os.path.basename(path))
 
-def file_writer(folder: Path) -> FileSystemWriter:
+    def _note(self, name: str, size: int, sha256: str) -> None:
+        self.written[name] = SavedFile(size=size, sha256=sha256)
+
+
+class PieceFiles(FileSystemWriter):
     """Writes one file per rank into a folder, on disk when it has finished."""
-    writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
-    writer.fs = _Disk()
-    return writer
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=True, overwrite=False)
+        self._disk = self.fs = _Disk()
 
-def read_metadata(checkpoint: str | Path) -> Metadata:
-    """Which tensors a checkpoint has, and where. It is a pickle: read checkpoints that you trust."""
-    try:
-        return FileSystemReader(checkpoint).read_metadata()
-    except Exception as error:
-        raise BaPipeError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}; use another") from error
+    @property
+    def written(self) -> dict[str, SavedFile]:
+        """What this rank has written."""
+        return dict(self._disk.written)
 
 
 def saved_tensor(metadata: Metadata, key: str) -> TensorStorageMetadata | None:
@@ -208,11 +181,8 @@ def saved_tensor(metadata: Metadata, key: str) -> TensorStorageMetadata | None:
     return found if isinstance(found, TensorStorageMetadata) else None
 
 
-def read_pieces(checkpoint: str | Path, metadata: Metadata, pieces: Pieces) -> None:
-    """Fill the pieces from the checkpoint; it must have them all, in the same dtype and shape of the whole.
-
-    Every process reads for itself, and only what it needs.
-    """
+def check_pieces(checkpoint: str | Path, metadata: Metadata, pieces: Pieces) -> None:
+    """BaPipeError unless the checkpoint has all pieces, in the same dtype and shape of the whole."""
     for key, wanted in pieces.items():
         saved = saved_tensor(metadata, key)
         if saved is None:
@@ -223,9 +193,25 @@ def read_pieces(checkpoint: str | Path, metadata: Metadata, pieces: Pieces) -> N
                     f"'{_plain(key)}' is {_described(saved.size, saved.properties.dtype)} in {checkpoint} and "
                     f"{_described(piece.whole, piece.tensor.dtype)} here; give a checkpoint of this model"
                 )
-    reader, planner = FileSystemReader(checkpoint), _PieceReader(pieces, metadata)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def boxes_to_read(metadata: Metadata, pieces: Pieces) -> list[ReadItem]:
+    """Which part of which saved box goes where in the pieces."""
+    items: list[ReadItem] = []
+    for key, wanted in pieces.items():
+        saved = saved_tensor(metadata, key)
+        assert saved is not None
+        items += create_read_items_for_chunk_list(key, saved, [piece.box for piece in wanted])
+    return items
+
+
+def place_box(pieces: Pieces, item: ReadItem, saved: Tensor) -> None:
+    """Copy what an item wants of a saved box to its place."""
+    target = _find(pieces, item.dest_index)
+    for dim, length in enumerate(item.lengths):
+        saved = saved.narrow(dim, item.storage_offsets[dim], length)
+        target = target.narrow(dim, item.dest_offsets[dim], length)
+    target.copy_(saved)
 
 
 def _plain(key: str) -> str:

@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing.stage_module import Slice
+from bapipe.torch.checkpoint.checkpoint_files import HashingStream
+from bapipe.torch.checkpoint.checkpoint_manifest import SavedFile
 from bapipe.torch.checkpoint.tensor_pieces import (
     Piece,
     model_key,
     optimizer_key,
     optimizer_name,
     piece_of,
-    read_pieces,
     saved_tensor,
 )
 
@@ -30,12 +31,11 @@ if TYPE_CHECKING:
     from bapipe.torch.runtime.pipeline import Pipeline
 
 __all__ = [
-    "fill_optimizer",
     "model_pieces",
     "optimizer_groups",
     "optimizer_pieces",
+    "optimizer_room",
     "random_state",
-    "read_small",
     "set_random_state",
     "write_small",
 ]
@@ -120,14 +120,14 @@ def optimizer_groups(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) ->
     return groups
 
 
-def fill_optimizer(
+def optimizer_room(
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer,
     checkpoint: Path,
     metadata: Metadata,
     groups: Sequence[Mapping[str, Any]],
-) -> None:
-    """Give the optimizer the saved state of its parameters, and its groups their saved options.
+) -> tuple[dict[str, list[Piece]], dict[str, Any]]:
+    """Memory for the saved state of the optimizer's parameters, and the state_dict, with saved options, around it.
 
     Groups may hold other parameters than when they were saved, as each rank has its own; but parameters of one
     group must have been saved with the same options.
@@ -160,8 +160,7 @@ def fill_optimizer(
             if own:
                 state[index] = own
         described.update(options or {})
-    read_pieces(checkpoint, metadata, pieces)
-    optimizer.load_state_dict({**filled, "state": state})
+    return pieces, {**filled, "state": state}
 
 
 def _room(
@@ -203,7 +202,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state(tuple(state["numpy"]))
 
 
-def write_small(values: Mapping[str, Any], path: Path) -> None:
+def write_small(values: Mapping[str, Any], path: Path) -> SavedFile:
     """Plain values and tensors into one file, on disk when this returns; BaPipeError if they could not be read."""
     buffer = io.BytesIO()
     try:
@@ -216,15 +215,12 @@ def write_small(values: Mapping[str, Any], path: Path) -> None:
             f"the state of scheduler, scaler, data or optimizer groups holds what cannot be saved ({first}); "
             "use plain values and tensors"
         ) from error
-    with path.open("xb") as stream:
+    written: list[SavedFile] = []
+
+    def note(_: str, size: int, sha256: str) -> None:
+        written.append(SavedFile(size=size, sha256=sha256))
+
+    with HashingStream(path, note) as stream:
         stream.write(buffer.getbuffer())
-        stream.flush()
         os.fsync(stream.fileno())
-
-
-def read_small(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise BaPipeError(f"{path} cannot be read: {type(error).__name__}; use another checkpoint") from error
-    return found
+    return written[0]

@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.checkpoint.checkpoint_folder import disk_problem, find_checkpoint, read_manifest
-from bapipe.torch.checkpoint.tensor_pieces import (
-    model_key,
-    model_name,
-    optimizer_name,
-    piece_of,
-    read_metadata,
-    read_pieces,
-    saved_tensor,
+from bapipe.torch.checkpoint.checkpoint_folder import (
+    candidates,
+    disk_problem,
+    find_checkpoint,
+    is_checkpoint,
+    reason,
+    refuse_unread,
 )
+from bapipe.torch.checkpoint.checkpoint_manifest import UnreadableCheckpointError
+from bapipe.torch.checkpoint.checkpoint_reader import CheckpointReader
+from bapipe.torch.checkpoint.tensor_pieces import model_key, model_name, optimizer_name, piece_of, saved_tensor
 
 __all__ = ["CheckpointState", "export_safetensors"]
 
 
 class CheckpointState(Mapping[str, Tensor]):
-    """Name -> whole tensor, put together from its parts and read when asked for; all names of the state_dict."""
+    """Name -> whole tensor, put together from its parts and read when asked for; all names of the state_dict.
 
-    def __init__(self, checkpoint: str | Path) -> None:
-        """One checkpoint, or a folder of them, whose last complete one is read."""
-        self.path = find_checkpoint(checkpoint)
-        self.manifest = read_manifest(self.path)
-        self._metadata = read_metadata(self.path)
+    A file is verified before the first value of it is used: CheckpointError.
+    """
+
+    def __init__(
+        self, checkpoint: str | Path, *, pass_over: bool = False, say: Callable[[str], None] | None = None
+    ) -> None:
+        """One checkpoint, or a folder of them, whose last one is read.
+
+        With `pass_over` all files are verified now, and of a folder the last checkpoint that is not damaged is
+        read. `say` is called with a line for each that is passed over, and if there are no checksums; by default
+        rank 0's goes to standard error.
+        """
+        say = say or _to_standard_error
+        path = Path(checkpoint)
+        self._reader = _last_whole(path, say) if pass_over else CheckpointReader(find_checkpoint(path))
+        if self._reader.unverified is not None:
+            say(self._reader.unverified)
+        self.path, self.manifest = self._reader.path, self._reader.manifest
+        self._metadata = self._reader.metadata
         keys = self._metadata.state_dict_metadata
         own = [name for name in map(model_name, keys) if name is not None]
         self._names = {name: name for name in own} | self.manifest.aliases
@@ -57,8 +73,32 @@ class CheckpointState(Mapping[str, Tensor]):
         about = saved_tensor(self._metadata, key)
         assert about is not None
         tensor = torch.empty(about.size, dtype=about.properties.dtype)
-        read_pieces(self.path, self._metadata, {key: [piece_of(tensor)]})
+        self._reader.read({key: [piece_of(tensor)]})
         return tensor
+
+
+def _last_whole(path: Path, say: Callable[[str], None]) -> CheckpointReader:
+    """A checkpoint, or the last one of a folder, all of whose files are as they were written."""
+    if is_checkpoint(path):
+        reader = CheckpointReader(path)
+        reader.verify_all()
+        return reader
+    for found in candidates(path, say):
+        try:
+            reader = CheckpointReader(found)
+            reader.verify_all()
+        except UnreadableCheckpointError as error:
+            say(f"skipped a checkpoint: {reason(error)}")
+        else:
+            return reader
+    refuse_unread(path, required=True)
+    raise AssertionError("no checkpoint was found, and none was missing")
+
+
+def _to_standard_error(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"bapipe: {text}\n")
+        sys.stderr.flush()
 
 
 def export_safetensors(checkpoint: str | Path, out: str | Path) -> Path:
@@ -71,7 +111,7 @@ def export_safetensors(checkpoint: str | Path, out: str | Path) -> Path:
         from safetensors.torch import save_file
     except ImportError as error:
         raise BaPipeError("a safetensors file needs safetensors; pip install safetensors") from error
-    state, target = CheckpointState(checkpoint), Path(out)
+    state, target = CheckpointState(checkpoint, pass_over=True), Path(out)
     tensors = dict(state.items())
     temporary = ""
     try:

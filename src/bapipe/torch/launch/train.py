@@ -20,7 +20,8 @@ import torch.distributed as dist
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import CheckRecord, RunRecord, StepRecord
 from bapipe.torch.capturing.stage_module import Slice
-from bapipe.torch.checkpoint.checkpoint_folder import CheckpointError, latest
+from bapipe.torch.checkpoint.checkpoint_folder import latest
+from bapipe.torch.checkpoint.checkpoint_manifest import CheckpointError
 from bapipe.torch.comm import LinkError
 from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, max_over_ranks, sum_over_ranks
 from bapipe.torch.health.failure import Failure, RunError
@@ -87,6 +88,7 @@ class Training:
                 keep=saving.keep,
                 asynchronous=saving.asynchronous,
             )
+            self._checkpoints.lock()
             self.loaded = self._checkpoints.load() if saving.resume else None
         self._saved = self.pipe.steps
         """steps that the last checkpoint has"""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan, read_plan
 from bapipe.records.run_record import RunRecord, write_run
-from bapipe.torch.checkpoint.checkpoint_folder import CheckpointError
+from bapipe.torch.checkpoint.checkpoint_manifest import CheckpointError
 from bapipe.torch.checkpoint.checkpoint_options import Saving
 from bapipe.torch.comm import TRANSPORTS
 from bapipe.torch.health.failure import (

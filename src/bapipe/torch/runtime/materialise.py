@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
+from bapipe.io.files import load_json
 from bapipe.torch.capturing.torch_internals import swap_parameter
-from bapipe.torch.checkpoint.checkpoint_folder import MANIFEST, latest
+from bapipe.torch.checkpoint.checkpoint_files import first_line
+from bapipe.torch.checkpoint.checkpoint_folder import checkpoints_of, is_checkpoint
 
 __all__ = ["StateFile", "fill", "initialise", "open_state"]
 
@@ -29,15 +31,14 @@ def open_state(source: str | Path | Mapping[str, Tensor]) -> StateFile:
     if isinstance(source, Mapping):
         return source
     path = Path(source)
-    if path.is_dir() and ((path / MANIFEST).is_file() or latest(path) is not None):
+    if path.is_dir() and (is_checkpoint(path) or any(map(is_checkpoint, checkpoints_of(path)))):
         from bapipe.torch.checkpoint.whole_model import CheckpointState
 
         return CheckpointState(path)
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
         if indexes:
-            places = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
-            return _Safetensors({name: path / file for name, file in places.items()})
+            return _Safetensors(_indexed(indexes[0]))
         files = sorted(path.glob("*.safetensors"))
         if files:
             return _Safetensors({name: file for file in files for name in _names(file)})
@@ -46,10 +47,30 @@ def open_state(source: str | Path | Mapping[str, Tensor]) -> StateFile:
         raise BaPipeError(f"there is no checkpoint {path}; correct the path")
     if path.suffix == ".safetensors":
         return _Safetensors(dict.fromkeys(_names(path), path))
-    loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    with _reading(path):
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(loaded, dict):
         raise BaPipeError(f"{path} holds a {type(loaded).__name__}, not a state_dict; save model.state_dict()")
     return loaded
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What cannot be read is said in our words."""
+    try:
+        yield
+    except BaPipeError:
+        raise
+    except Exception as error:
+        raise BaPipeError(
+            f"{path} cannot be read: {type(error).__name__}: {first_line(error)}; give another file"
+        ) from error
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    with _reading(index):
+        places = load_json(index)["weight_map"]
+        return {str(name): index.parent / str(file) for name, file in places.items()}
 
 
 def _safe_open(path: Path) -> object:
@@ -61,7 +82,7 @@ def _safe_open(path: Path) -> object:
 
 
 def _names(path: Path) -> list[str]:
-    with _safe_open(path) as file:  # type: ignore[attr-defined]
+    with _reading(path), _safe_open(path) as file:  # type: ignore[attr-defined]
         return list(file.keys())
 
 
@@ -70,7 +91,8 @@ class _Safetensors(Mapping[str, Tensor]):
         self._places = places
 
     def __getitem__(self, name: str) -> Tensor:
-        with _safe_open(self._places[name]) as file:  # type: ignore[attr-defined]
+        path = self._places[name]
+        with _reading(path), _safe_open(path) as file:  # type: ignore[attr-defined]
             tensor: Tensor = file.get_tensor(name)
         return tensor
 

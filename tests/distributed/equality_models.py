@@ -79,7 +79,13 @@ def _gpt2(dropout: float) -> nn.Module:
         use_cache=False,
         loss_type="ForCausalLM",
     )
-    return hf.GPT2LMHeadModel(config)
+    module = hf.GPT2LMHeadModel(config)
+    module.loss_function = _next_tokens  # transformers' own computes in float32, whatever the model
+    return module
+
+
+def _next_tokens(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def _gpt2_batch(seed: int, size: int) -> tuple[Any, Any]:

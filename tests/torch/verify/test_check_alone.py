@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="training is torch's: pip install ba
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from bapipe.torch.inputs.build_model import BuiltModel, Loss  # noqa: E402
+from bapipe.torch.inputs.build_model import BuiltModel  # noqa: E402
 from bapipe.torch.verify.gradient_check import compare_gradients, gradients, train_alone  # noqa: E402
 
 SIZES = (2, 2, 2)
@@ -48,22 +48,23 @@ def _batch(seed: int, size: int = sum(SIZES)) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 4, 3, dtype=torch.float64, generator=generator), target
 
 
-def _built(*, own_loss: bool = False, loss: Loss = _mean, **options: Any) -> BuiltModel:
+def _built(*, own_loss: bool = False, dtype: Any = torch.float64, **options: Any) -> BuiltModel:
     torch.manual_seed(0)
-    module = Tokens(**{"dropout": 0.0, "norm": False, **options}, own_loss=own_loss).double()
+    module = Tokens(**{"dropout": 0.0, "norm": False, **options}, own_loss=own_loss).to(dtype)
     x, target = _batch(0, 2)
     return BuiltModel(
         module=module,
-        args=(x,),
+        args=(x.to(dtype),),
         kwargs={"target": target} if own_loss else {},
-        loss=None if own_loss else loss,
+        loss=None if own_loss else _mean,
         options={},
         source=types.ModuleType("tokens"),
     )
 
 
 def _batches(built: BuiltModel) -> list[tuple[Any, Any]]:
-    return [built.as_call(*_batch(seed)) for seed in range(3)]
+    made = [_batch(seed) for seed in range(3)]
+    return [built.as_call(x.to(built.args[0].dtype), target) for x, target in made]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def _batches(built: BuiltModel) -> list[tuple[Any, Any]]:
         ({"norm": True}, "outputs"),
         ({"dropout": 0.3, "own_loss": True}, "microbatches"),
         ({"norm": True, "own_loss": True}, "microbatches"),
+        ({"dtype": torch.bfloat16}, "microbatches"),
     ],
 )
 def test_how_one_process_computes(options: dict[str, Any], compared: str) -> None:
@@ -146,8 +148,8 @@ def test_wrong_weights_show_where_only_micro_batches_can_be_compared(monkeypatch
 
     def differ() -> float:
         built = _built(**options)
-        _, wrong = train_alone(built, _batches(built), sizes=SIZES, optimizer=None, before_update=lambda *_: None)
-        return wrong
+        alone = train_alone(built, _batches(built), sizes=SIZES, optimizer=None, before_update=lambda *_: None)
+        return alone.misweighed
 
     assert differ() <= 1e-12
     monkeypatch.setattr(module, "Weighing", blind)

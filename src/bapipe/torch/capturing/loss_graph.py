@@ -31,6 +31,7 @@ from bapipe.torch.capturing.loss_kinds import (
     rows,
     summed,
 )
+from bapipe.torch.capturing.part_ops import join_loss
 from bapipe.torch.capturing.stage_graph import StageGraph
 from bapipe.torch.capturing.torch_internals import argument_names, is_symbolic, op_name, size_at, symbols
 
@@ -102,29 +103,34 @@ def count_nodes(build: StageGraph, found: OwnLoss) -> fx.Node | None:
 
     None where the stage does not have what it is made of: the loss is computed on an earlier one.
     """
+    count: fx.Node | None = None
+    if found.count is not None:
+        count = build.env.get(found.count)
+        if not isinstance(count, fx.Node):
+            return None
     divisions = [build.env.get(node) for node in found.dividing]
-    if not divisions or not all(isinstance(node, fx.Node) and node.op == "call_function" for node in divisions):
-        return None
-    graph = build.graph
-    count = build.env.get(found.count) if found.count is not None else None
-    if found.count is not None and not isinstance(count, fx.Node):
-        return None
+    for source, node in zip(found.dividing, divisions, strict=True):
+        if not isinstance(node, fx.Node) or node.target not in (source.target, join_loss):
+            return None
     for source, node in zip(found.dividing, divisions, strict=True):
         assert isinstance(node, fx.Node)
-        with graph.inserting_before(node):
+        with build.graph.inserting_before(node):
             if found.count is not None:
-                made = graph.call_function(ratio, (node.args[0], node.args[1]))
+                made = build.graph.call_function(ratio, (node.args[0], node.args[1]))
+            elif node.target is join_loss:  # of a layer that is divided between stages
+                count = count or build.graph.call_function(label_count, (node.args[1], None, node.args[4]))
+                continue
             else:
                 given = _arguments(node)
                 labels = (given["target"], given.get("weight"), given.get("ignore_index", -100))
-                count = count or graph.call_function(label_count, labels)
-                made = graph.call_function(
+                count = count or build.graph.call_function(label_count, labels)
+                made = build.graph.call_function(
                     mean_over_labels,
                     (given["self"], *labels, given.get("label_smoothing", 0.0), count),
                     {"log_probabilities": _name(source) != "cross_entropy_loss"},
                 )
         node.replace_all_uses_with(made)
-        graph.erase_node(node)
+        build.graph.erase_node(node)
         build.env[source] = made
     return count
 

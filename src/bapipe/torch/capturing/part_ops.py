@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bapipe.torch.capturing.loss_kinds import ratio
+
 __all__ = [
     "join_loss",
     "join_parts",
@@ -89,7 +91,7 @@ def join_loss(
         each = (1 - smoothing) * each + smoothing * (everything - total / classes)
     counted = target != ignored
     each = torch.where(counted, each, torch.zeros_like(each))
-    return each.sum() / counted.sum() if reduction == 1 else each.sum()
+    return ratio(each.sum(), counted.sum()) if reduction == 1 else each.sum()
 
 
 def lstm_direction(

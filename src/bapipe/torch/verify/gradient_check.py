@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from bapipe.torch.stage.loss_weighing import Weighed, Weighing
 from bapipe.torch.verify.single_process import WholeModel, fitting
 
 __all__ = [
+    "AloneResult",
     "Gradients",
     "compare_gradients",
     "gradients",
@@ -30,7 +32,11 @@ __all__ = [
 
 Gradients = dict[str, Tensor]
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""relative; anything coarser: 1e-2"""
+"""relative, where both add up in the same order"""
+_OTHER_ORDER = {torch.float64: 1e-12, torch.float32: 1e-4}
+"""relative, of a whole mini-batch and its micro-batches"""
+_COARSE = 1e-2
+"""relative, of any other dtype"""
 _CPU = torch.device("cpu")
 
 
@@ -59,9 +65,21 @@ def joined(ranks: Iterable[tuple[Gradients, Mapping[str, Slice]]]) -> Gradients:
     return whole
 
 
-def tolerance(module: nn.Module) -> float:
-    """The relative difference that the coarsest dtype among the parameters allows."""
-    return max((_TOLERANCES.get(parameter.dtype, 1e-2) for parameter in module.parameters()), default=1e-12)
+def tolerance(dtypes: Iterable[torch.dtype], *, same_order: bool) -> float:
+    """The relative difference that the coarsest of these dtypes allows."""
+    allowed = _TOLERANCES if same_order else _OTHER_ORDER
+    return max((allowed.get(dtype, _COARSE) for dtype in dtypes), default=1e-12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AloneResult:
+    """In which way one process has trained."""
+
+    compared: Compared
+    misweighed: float
+    """where it had to weigh micro-batches: how far losses weighed so, in evaluation mode, are from the whole's"""
+    dtypes: frozenset[torch.dtype]
+    """that it computes gradients in"""
 
 
 def train_alone(
@@ -72,14 +90,13 @@ def train_alone(
     optimizer: torch.optim.Optimizer | None,
     before_update: Callable[[int, float], None],
     device: torch.device = _CPU,
-) -> tuple[Compared, float]:
+) -> AloneResult:
     """Train the whole model on one device, each mini-batch with one loss of all its samples and one backward.
 
     Before each update `before_update(step, loss)` is called, with the gradients in the parameters. A model that
     draws random numbers or normalises by statistics of the batch has its outputs computed in the micro-batches of
-    the pipeline, and the loss is that of all outputs. Only where it also returns its loss itself must losses of
-    micro-batches be weighed as the pipeline weighs them. Returns which of these it was, and in the last case how
-    far weighed losses in evaluation mode are from those of the whole mini-batch, else 0.
+    the pipeline, and the loss is that of all outputs. Only where it also returns its loss itself, or computes in
+    16 bits, must losses of micro-batches be weighed as the pipeline weighs them.
     """
     alone = _Alone(built, sizes, device)
     for step, (inputs, target) in enumerate(batches):
@@ -88,7 +105,7 @@ def train_alone(
         before_update(step, loss)
         if optimizer is not None:
             optimizer.step()
-    return alone.compared, alone.misweighed
+    return AloneResult(compared=alone.compared, misweighed=alone.misweighed, dtypes=alone.dtypes)
 
 
 class _Alone:
@@ -97,9 +114,13 @@ class _Alone:
     def __init__(self, built: BuiltModel, sizes: Sequence[int], device: torch.device) -> None:
         self._whole = WholeModel(built, sizes, device)
         self._module, self._sizes = built.module, tuple(sizes)
+        self._own_loss = built.loss is None
         self._weighing = Weighing(built.loss, self._whole.own_loss, warns=False)
         self.compared: Compared = "outputs" if self._whole.apart else "whole"
+        if any(dtype not in _OTHER_ORDER for dtype in self._whole.dtypes):
+            self.compared = "microbatches"  # in bfloat16 another order of sums is another gradient
         self.misweighed = 0.0
+        self.dtypes = self._whole.dtypes
 
     def step(self, inputs: Any, target: Any, step: int) -> float:
         """Gradients into the parameters; the loss."""
@@ -131,7 +152,7 @@ class _Alone:
         leaves, targets = self._whole.split(inputs, target)
         sums, weighed = LossSum(self._weighing, self._sizes), list[Weighed]()
         for index, part in enumerate(leaves):
-            output, tokens = self._whole.run_captured(part, index, (step, index))
+            output, tokens = self._run(part, index, (step, index))
             sums.of(output, targets[index], index, count=True, tokens=tokens).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 weighed.append(self._weighing(output, targets[index], self._sizes[index], tokens))
@@ -142,6 +163,11 @@ class _Alone:
             if divisor and parameter.grad is not None:
                 parameter.grad /= divisor
         return totals.loss / divisor if divisor else totals.loss
+
+    def _run(self, leaves: list[Any], microbatch: int, position: tuple[int, int]) -> tuple[Any, Tensor | None]:
+        if self._own_loss:
+            return self._whole.run_captured(leaves, microbatch, position)
+        return self._whole.run(leaves, microbatch, position), None
 
     def _compare_weights(self, inputs: Any, target: Any, weighed: Sequence[Weighed]) -> None:
         """In evaluation mode a model draws no numbers, so there the weights can be told from the whole."""
@@ -156,7 +182,9 @@ class _Alone:
             0.0 if math.isnan(loss) and not weight else loss for loss, weight in zip(losses, weights, strict=True)
         ]
         found = loss_of_step(known, weights)
-        self.misweighed = max(self.misweighed, relative(abs(found - float(whole)), abs(float(whole))))
+        difference = relative(abs(found - float(whole)), abs(float(whole)))
+        if difference > 4 * torch.finfo(whole.dtype).eps:
+            self.misweighed = max(self.misweighed, difference)
 
 
 def compare_gradients(
@@ -198,16 +226,16 @@ def compare_gradients(
                 parameter.grad.copy_(found[step][name])
 
     with fitting(device):
-        compared, misweighed = train_alone(
+        alone = train_alone(
             built, batches, sizes=sizes, optimizer=optimizer, before_update=before_update, device=device
         )
     return CheckRecord(
         steps=len(batches),
         gradient_difference=worst,
         parameter=where,
-        loss_difference=max(worst_loss, misweighed),
-        tolerance=tolerance(module),
-        compared=compared,
+        loss_difference=max(worst_loss, alone.misweighed),
+        tolerance=tolerance(alone.dtypes, same_order=alone.compared == "microbatches"),
+        compared=alone.compared,
     )
 
 

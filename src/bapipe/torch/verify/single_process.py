@@ -49,6 +49,8 @@ class WholeModel:
         self.own_loss = own_loss(self._captured.program)
         """what the model returns as its loss, if anything"""
         self._random = any(stage.stage_spec.random for stage in self._stages.values())
+        self.dtypes = _gradient_dtypes(built.module, self._captured)
+        """that gradients are computed in"""
         self._mixes = _uses_batch_statistics(built.module, self._captured)
 
     @property
@@ -143,6 +145,13 @@ class WholeModel:
         made = functional_call(stage, own, roots)
         leaves, tokens = (made[:-1], made[-1]) if stage.stage_spec.counts_loss else (made, None)
         return self._captured.output(leaves), tokens
+
+
+def _gradient_dtypes(module: nn.Module, captured: Captured) -> frozenset[torch.dtype]:
+    """Of parameters, and of values that have a gradient: code may compute in another dtype here and there."""
+    values = (node.meta.get("val") for node in captured.program.gradients)
+    made = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
+    return frozenset(made | {item.dtype for item in module.parameters() if item.is_floating_point()})
 
 
 def _uses_batch_statistics(module: nn.Module, captured: Captured) -> bool:

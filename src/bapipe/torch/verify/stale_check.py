@@ -149,5 +149,5 @@ def compare_stale(
         gradient_difference=worst,
         parameter=where,
         loss_difference=worst_loss,
-        tolerance=tolerance(module),
+        tolerance=tolerance((item.dtype for item in module.parameters()), same_order=True),
     )

@@ -106,6 +106,17 @@ def test_python(where: str, text: str, folder: Path) -> None:
     assert result.returncode == 0, f"{where}: {result.stderr}"
 
 
+def test_the_readmes_shell_blocks_run_one_after_the_other(folder: Path) -> None:
+    found = [text for where, text in blocks("sh") if where.startswith("README.md")]
+    assert found
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for text in found:
+        script = ["bash", "-euo", "pipefail", "-c", text]
+        environment = {**os.environ, "PATH": path, "NO_COLOR": "1"}
+        done = subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{text}\n{done.stderr}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):

@@ -6,12 +6,14 @@ own stages only: eight whole GNMT-158 are 57 GB.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from bapipe.costs.profile import CostTable, Profile
+from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
+from bapipe.costs.profile import Profile
 from bapipe.torch.zoo.common import Built, classes_loss, finish
 from bapipe.torch.zoo.gnmt import GNMT, make_batch
 
@@ -47,17 +49,11 @@ def _names(half: int, *, last: int) -> list[str]:
 
 def _reordered(table: CostTable, order: list[int]) -> CostTable:
     """All that has a column per layer, with the columns in this order."""
-
-    def ordered(row: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(row[index] for index in order)
-
-    changed: dict[str, Any] = {"update": ordered(table.update)}
-    if table.library is not None:
-        changed["library"] = ordered(table.library)
-    for field in fields(table):
-        rows = getattr(table, field.name)
-        if isinstance(rows, tuple) and rows and isinstance(rows[0], tuple):
-            changed[field.name] = tuple(ordered(row) for row in rows)
+    changed: dict[str, Any] = {
+        name: as_tuples(np.array(getattr(table, name))[..., order])
+        for name, rule in COST_FIELDS.items()
+        if rule.per != "size" and getattr(table, name) is not None
+    }
     return replace(table, **changed)
 
 

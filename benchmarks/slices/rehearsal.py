@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from machine import Machine
 
-from bapipe.costs.profile import CostTable, write_profile
+from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
+from bapipe.costs.profile import write_profile
 from bapipe.torch.profiler import MeasureSettings, profile_model
 from bapipe.torch.slices.mps import even_slices
 
@@ -26,7 +28,6 @@ SIZES = {"vgg16": (4, 32), "resnet50": (4, 32), "gnmt-8": (4, 32)}
 DEEP: dict[str, Any] = {"hidden": 256, "vocabulary": 256, "sequence": 4, "with_loss": True}
 """a GNMT-8 whose layers fill the memory of a process before they take long"""
 DEEP_MEMORY = 250e6
-_TIMES = ("forward", "backward", "weight_gradient", "parting", "part_forward", "part_backward")
 
 
 def write_profiles(
@@ -64,9 +65,9 @@ def write_profiles(
 
 def _scaled(table: CostTable, factor: float) -> CostTable:
     """The table with all its times so many times as long."""
-    changed: dict[str, Any] = {"update": tuple(seconds * factor for seconds in table.update)}
-    for name in _TIMES:
-        rows = getattr(table, name)
-        if rows is not None:
-            changed[name] = tuple(tuple(seconds * factor for seconds in row) for row in rows)
+    changed: dict[str, Any] = {
+        name: as_tuples(np.array(getattr(table, name)) * factor)
+        for name, rule in COST_FIELDS.items()
+        if rule.unit == "seconds" and getattr(table, name) is not None
+    }
     return replace(table, **changed)

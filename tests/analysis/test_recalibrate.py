@@ -8,10 +8,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bapipe.analysis.predicted_measured import compare
 from bapipe.analysis.recalibrate import predict_again, recalibrate
+from bapipe.costs.fields import COST_FIELDS
 from bapipe.costs.profile import Profile, read_profile, write_profile
 from bapipe.costs.segments import make_chain
 from bapipe.errors import BaPipeError
@@ -210,6 +212,32 @@ def test_every_size_is_scaled_by_the_stages_ratio_and_the_profile_says_by_what(t
     )
     write_profile(found.profile, tmp_path / "corrected.json")
     assert read_profile(tmp_path / "corrected.json") == found.profile
+
+
+def test_every_time_is_corrected_by_its_ratio_and_bytes_stay() -> None:
+    case = CASES["1f1b-so"]
+    profile = case.profile()
+    before = profile.table("x")
+    unknown = [
+        name for name, rule in COST_FIELDS.items() if rule.per == "size and layer" and rule.unknown is not None
+    ]
+    before = replace(before, **dict.fromkeys(unknown, before.forward))
+    profile = replace(profile, accelerators={"x": before})
+    plan = replace(case.plan(), profile_hash=profile.hash)
+    costs = Costs.of(
+        3,
+        forward=[stage.forward * 2.0 for stage in plan.stages],
+        backward=[stage.backward * 3.0 for stage in plan.stages],
+        update=[stage.update * 4.0 for stage in plan.stages],
+    )
+    after = recalibrate(plan, made_run(plan, simulated(plan, costs)), profile).profile.table("x")
+    factors = {"forward": 2.0, "backward": 3.0, "weight_gradient": 3.0, "update": 4.0}
+    for name, rule in COST_FIELDS.items():
+        if rule.ratio is None:
+            assert getattr(after, name) == getattr(before, name)
+        else:
+            expected = np.array(getattr(before, name)) * factors[rule.ratio]
+            assert np.array(getattr(after, name)) == pytest.approx(expected), name
 
 
 def test_layers_that_a_type_has_not_run_get_its_overall_ratio() -> None:

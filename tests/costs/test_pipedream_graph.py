@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bapipe.costs.pipedream_graph import read_pipedream_graph, scaled_profile
-from bapipe.costs.profile import BYTE_ROWS, TIME_ROWS, CostTable, Profile
+from bapipe.costs.profile import CostTable, Profile
 from bapipe.errors import BaPipeError
 from paths import REPOSITORY
 
@@ -131,17 +130,6 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
 def test_bad_batch() -> None:
     with pytest.raises(BaPipeError, match="batch of a profile must be at least 1, got 0"):
         read_pipedream_graph(SMALL, batch=0)
-
-
-def test_all_that_has_a_row_per_size_is_scaled() -> None:
-    """Also what no published graph has, such as the costs of dividing a layer."""
-    profile = read_pipedream_graph(SMALL, batch=4)
-    (name,) = profile.accelerators
-    full = replace(table(profile), **dict.fromkeys((*TIME_ROWS, *BYTE_ROWS), table(profile).forward))
-    costs = table(scaled_profile(replace(profile, accelerators={name: full}), [9]))
-    assert {getattr(costs, field) for field in TIME_ROWS} == {costs.forward}
-    assert {getattr(costs, field) for field in BYTE_ROWS} == {costs.stash}
-    assert costs.stash[0] == pytest.approx([value * 9 / 4 for value in full.forward[0]])
 
 
 def test_scaling() -> None:

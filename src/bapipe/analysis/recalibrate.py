@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.analysis.predicted_measured import Comparison, compare, full_microbatches, mean_work
-from bapipe.costs.profile import CostTable, Profile
+from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
+from bapipe.costs.profile import Profile
 from bapipe.costs.segments import holds_all_weights
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
@@ -28,7 +30,6 @@ from bapipe.simulator.timeline import Timeline
 __all__ = ["Correction", "Recalibration", "predict_again", "recalibrate"]
 
 Floats = NDArray[np.float64]
-Rows = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,41 +303,18 @@ def _scaled(
         parts = zip(ratios, (*shares, rest), strict=True)
         return np.asarray(sum(part * (1.0 if ratio is None else ratio) for ratio, part in parts), dtype=np.float64)
 
-    def scaled(rows: Rows, factor: Floats) -> Rows:
-        return tuple(tuple((np.array(row) * factor).tolist()) for row in rows)
-
-    forward = scaled(table.forward, factors("forward"))
-    update = tuple((np.array(table.update) * factors("update")).tolist())
-    description = f"{table.description} | {told}"
-    if all(row.input_gradient == row.weight_gradient == row.backward for row in corrections):
-        factor = factors("backward")
-        weight = None if table.weight_gradient is None else scaled(table.weight_gradient, factor)
-        backward = scaled(table.backward, factor)
-    else:
-        halves = tuple(tuple(value / 2 for value in row) for row in table.backward)
-        before = table.weight_gradient or halves
-        weight = scaled(before, factors("weight_gradient"))
-        inputs = tuple(
-            tuple(max(0.0, b - w) for b, w in zip(whole, part, strict=True))
-            for whole, part in zip(table.backward, before, strict=True)
-        )
-        inputs = scaled(inputs, factors("input_gradient"))
-        backward = tuple(
-            tuple(i + w for i, w in zip(one, other, strict=True))
-            for one, other in zip(inputs, weight, strict=True)
-        )
-    parts, parting = (table.part_forward, table.part_backward), table.parting
-    return replace(
-        table,
-        description=description,
-        forward=forward,
-        backward=backward,
-        weight_gradient=weight,
-        parting=None if parting is None else scaled(parting, factors("weight_gradient")),
-        update=update,
-        part_forward=None if parts[0] is None else scaled(parts[0], factors("forward")),
-        part_backward=None if parts[1] is None else scaled(parts[1], factors("backward")),
-    )
+    changed: dict[str, Any] = {
+        name: as_tuples(np.array(getattr(table, name)) * factors(rule.ratio))
+        for name, rule in COST_FIELDS.items()
+        if rule.ratio is not None and getattr(table, name) is not None
+    }
+    if any(not row.input_gradient == row.weight_gradient == row.backward for row in corrections):
+        whole = np.array(table.backward)
+        weight = whole / 2 if table.weight_gradient is None else np.array(table.weight_gradient)
+        inputs = np.maximum(0.0, whole - weight) * factors("input_gradient")
+        weight = weight * factors("weight_gradient")
+        changed |= {"backward": as_tuples(inputs + weight), "weight_gradient": as_tuples(weight)}
+    return replace(table, description=f"{table.description} | {told}", **changed)
 
 
 def _told(plan: Plan, record: RunRecord, corrections: Sequence[Correction], fallback: Correction) -> str:

@@ -27,7 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bapipe.costs.profile import BYTE_ROWS, TIME_ROWS, CostTable, Profile, ProfiledLayer, Rows
+import numpy as np
+
+from bapipe.costs.fields import COST_FIELDS, CostTable, Rows, as_tuples
+from bapipe.costs.profile import Profile, ProfiledLayer
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.io.files import read_text
 from bapipe.models.layers import ModelRef
@@ -321,15 +324,12 @@ def scaled_profile(profile: Profile, sizes: Iterable[int]) -> Profile:
 def _scaled(table: CostTable, sizes: tuple[int, ...]) -> CostTable:
     base = table.microbatches[-1]
     changed: dict[str, Any] = {}
-    for names, more in ((TIME_ROWS, 1), (BYTE_ROWS, 0)):
-        for name in names:
-            rows: Rows | None = getattr(table, name)
-            if rows is not None:
-                changed[name] = tuple(
-                    tuple(value * (size + more) / (base + more) for value in rows[-1]) for size in sizes
-                )
-    if table.workspace is not None:
-        changed["workspace"] = tuple(table.workspace[-1] * size / base for size in sizes)
+    for name, rule in COST_FIELDS.items():
+        told = getattr(table, name)
+        if told is not None and rule.per != "layer":
+            more = 1 if rule.unit == "seconds" else 0
+            rows = [np.array(told[-1]) * (size + more) / (base + more) for size in sizes]
+            changed[name] = as_tuples(np.array(rows))
     return replace(
         table,
         source="analytic",

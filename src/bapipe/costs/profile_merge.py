@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from bapipe.costs.profile import CostTable, Profile
+from bapipe.costs.fields import COST_FIELDS, CostField, CostTable, Like
+from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
 
 __all__ = ["merge_profiles"]
-
-Rows = tuple[tuple[float, ...], ...]
 
 
 def merge_profiles(profiles: Sequence[Profile], *, replace_older: bool = False) -> Profile:
@@ -61,65 +61,34 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         )
     if known.source != later.source:
         raise BaPipeError(f"the costs for '{name[:60]}' are {known.source} and {later.source}; keep one kind")
-    taken = [(size, known, row) for row, size in enumerate(known.microbatches) if size not in both]
-    taken += [(size, later, row) for row, size in enumerate(later.microbatches)]
-    taken.sort(key=lambda item: item[0])
+    taken = [(size, 0, row) for row, size in enumerate(known.microbatches) if size not in both]
+    taken += [(size, 1, row) for row, size in enumerate(later.microbatches)]
+    taken.sort()
     sizes = tuple(size for size, _, _ in taken)
-
-    def rows(field: str) -> Rows:
-        return tuple(getattr(table, field)[row] for _, table, row in taken)
-
-    apart = known.weight_gradient is not None and later.weight_gradient is not None
-    weighed = known.workspace is not None and later.workspace is not None
-    each = known.layer_workspace is not None and later.layer_workspace is not None
-    phases = known.backward_workspace is not None and later.backward_workspace is not None
-
-    def told_or(field: str, instead: str) -> Rows | None:
-        """Where one table does not tell a figure, what a profile takes for it."""
-        if getattr(known, field) is None and getattr(later, field) is None:
-            return None
-        return tuple((getattr(table, field) or getattr(table, instead))[row] for _, table, row in taken)
-
-    def divided(field: str) -> Rows | None:
-        """Where a table does not know what dividing costs, or what passes a layer by, in proportion to the nearest
-        size that does."""
-        found = {size: getattr(table, field)[row] for size, table, row in taken if getattr(table, field)}
-        if not found:
-            return None
-        nearest = {size: min(found, key=lambda other: (abs(other - size), other)) for size in sizes}
-        return tuple(tuple(value * size / nearest[size] for value in found[nearest[size]]) for size in sizes)
-
+    merged = {name: _merged(name, rule, (known, later), taken) for name, rule in COST_FIELDS.items()}
     same = known.description == later.description
     return replace(
         later,
         description=later.description if same else f"{known.description} | {later.description}",
         microbatches=sizes,
-        forward=rows("forward"),
-        backward=rows("backward"),
-        weight_gradient=rows("weight_gradient") if apart else None,
-        boundary_forward=rows("boundary_forward"),
-        boundary_backward=rows("boundary_backward"),
-        stash=rows("stash"),
-        workspace=tuple(_workspace(table)[row] for _, table, row in taken) if weighed else None,
-        layer_workspace=rows("layer_workspace") if each else None,
-        forward_workspace=told_or("forward_workspace", "layer_workspace") if each else None,
-        backward_workspace=told_or("backward_workspace", "layer_workspace") if each else None,
-        weight_workspace=told_or("weight_workspace", "backward_workspace") if phases else None,
-        library=later.library or known.library,
-        parting=divided("parting"),
-        part_forward=divided("part_forward"),
-        part_backward=divided("part_backward"),
-        part_stash=divided("part_stash"),
-        delayed=told_or("delayed", "stash"),
-        passing_forward=divided("passing_forward"),
-        passing_backward=divided("passing_backward"),
-        saved_before=divided("saved_before"),
-        kept_input=divided("kept_input"),
         optimizer=later.optimizer if later.optimizer == known.optimizer else None,
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
+        **merged,
     )
 
 
-def _workspace(table: CostTable) -> tuple[float, ...]:
-    assert table.workspace is not None
-    return table.workspace
+def _merged(
+    name: str, rule: CostField, tables: tuple[CostTable, CostTable], taken: Sequence[tuple[int, int, int]]
+) -> Any:
+    """One field by its rule; `taken` has each size, which table it is from and where it stands there."""
+    told = [getattr(table, name) for table in tables]
+    if rule.merging == "later":
+        return told[0] if told[1] is None else told[1]
+    if rule.merging == "nearest":
+        found = {size: told[table][row] for size, table, row in taken if told[table] is not None}
+        near = {size: min(found, key=lambda other: (abs(other - size), other)) for size, _, _ in taken if found}
+        return tuple(tuple(value * size / near[size] for value in found[near[size]]) for size in near) or None
+    if rule.merging == "stand-in" and isinstance(rule.unknown, Like) and told != [None, None]:
+        instead = [getattr(table, rule.unknown.field) for table in tables]
+        told = instead if None in instead else [own or other for own, other in zip(told, instead, strict=True)]
+    return None if None in told else tuple(told[table][row] for _, table, row in taken)

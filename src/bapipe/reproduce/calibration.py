@@ -12,8 +12,9 @@ import functools
 import importlib.resources
 from dataclasses import replace
 
+from bapipe.costs.fields import Rows
 from bapipe.costs.pipedream_graph import PIPEDREAM_ACCELERATOR, scaled_profile
-from bapipe.costs.profile import Profile, Rows, read_profile
+from bapipe.costs.profile import Profile, read_profile
 from bapipe.costs.segments import Chain, make_chain
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.hardware.cluster_file import read_cluster

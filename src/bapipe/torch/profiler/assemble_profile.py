@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from bapipe.costs.profile import CostTable, Profile, ProfiledLayer, Rows
+from bapipe.costs.fields import COST_FIELDS, CostTable
+from bapipe.costs.profile import Profile, ProfiledLayer
 from bapipe.errors import BaPipeError
 from bapipe.models.layers import ModelRef
 from bapipe.torch.profiler.layer_times import PartRows, SizeTimes, layer_times, part_costs
@@ -114,29 +116,17 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         source="measured",
         description=_description(measured, sizes, notes, calibrate),
         microbatches=sizes,
-        forward=tuple(rows[size].forward for size in sizes),
-        backward=tuple(rows[size].backward for size in sizes),
-        weight_gradient=tuple(rows[size].weight_gradient for size in sizes),
-        parting=tuple(rows[size].parting for size in sizes),
-        boundary_forward=tuple(item.boundary_forward for item in memory),
-        boundary_backward=tuple(item.boundary_backward for item in memory),
-        stash=tuple(item.stash for item in memory),
+        **_rows([rows[size] for size in sizes]),
+        **_rows(memory),
         update=_updates(measured),
         optimizer=measured.optimizer,
         workspace=tuple(max(item.workspace) for item in memory),
         layer_workspace=tuple(item.workspace for item in memory),
-        forward_workspace=_told(memory, "forward_workspace"),
-        backward_workspace=_told(memory, "backward_workspace"),
-        weight_workspace=_told(memory, "weight_workspace"),
         library=_library(memory),
         delayed=None if None in waiting else tuple(row for row in waiting if row is not None),
         part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
         part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
         part_stash=tuple(divided[size].stash for size in sizes) if divided else None,
-        passing_forward=_told(memory, "passing_forward"),
-        passing_backward=_told(memory, "passing_backward"),
-        saved_before=_told(memory, "saved_before"),
-        kept_input=_told(memory, "kept_input"),
         not_fitting=measured.not_fitting,
     )
     layers = tuple(
@@ -179,21 +169,18 @@ def _part_rows(measured: Measurement, sizes: Sequence[int]) -> dict[int, PartRow
 
 
 def _scaled(times: SizeTimes, factor: float) -> SizeTimes:
-    def scale(row: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(value * factor for value in row)
-
-    return SizeTimes(
-        forward=scale(times.forward),
-        backward=scale(times.backward),
-        weight_gradient=scale(times.weight_gradient),
-        parting=scale(times.parting),
-    )
+    scaled = {item.name: tuple(value * factor for value in getattr(times, item.name)) for item in fields(times)}
+    return SizeTimes(**scaled)
 
 
-def _told(memory: Sequence[SizeMemory], name: str) -> Rows | None:
-    """A row per size; None where one does not tell it."""
-    rows = tuple(getattr(item, name) for item in memory)
-    return rows if all(rows) else None
+def _rows(measured: Sequence[SizeTimes] | Sequence[SizeMemory]) -> dict[str, Any]:
+    """The cost fields that have a row in each size's measurement; None where one size does not know it."""
+    found = {}
+    for item in fields(measured[0]):
+        if item.name in COST_FIELDS and COST_FIELDS[item.name].per == "size and layer":
+            rows = tuple(getattr(size, item.name) for size in measured)
+            found[item.name] = rows if all(rows) else None
+    return found
 
 
 def _library(memory: Sequence[SizeMemory]) -> tuple[float, ...] | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bapipe.costs.profile import Profile, ProfiledLayer
 
-__all__ = ["Chain", "PartCosts", "Unit", "apart_from", "holds_all_weights", "make_chain", "part_costs"]
+__all__ = ["Chain", "PartCosts", "Unit", "holds_all_weights", "make_chain", "part_costs"]
 
 Floats = NDArray[np.float64]
 
@@ -136,20 +136,6 @@ def part_costs(chain: Chain, first: int, last: int) -> PartCosts:
             if shared > 0:
                 update = update + missing * chain.update[:, index] / unit.share
     return PartCosts(forward=forward, backward=backward, update=update, stash=stash, weights=weights)
-
-
-def apart_from(chain: Chain, first: int) -> int:
-    """The first unit, from `first` on, whose weight gradients can be put off by a stage that begins there.
-
-    A part of a recurrent layer that goes on from the state of another part sends an error back for it, and its
-    library makes the weight gradients with the errors.
-    """
-    begin = chain.units[first]
-    index = first
-    if begin.start > 0 and chain.shared_weight_bytes[first] > 0:
-        while index < len(chain) and chain.units[index].layer == begin.layer:
-            index += 1
-    return index
 
 
 def holds_all_weights(layer: ProfiledLayer) -> bool:

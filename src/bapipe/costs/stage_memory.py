@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.costs.segments import Chain, Floats, apart_from, part_costs
+from bapipe.costs.segments import Chain, Floats, part_costs
+from bapipe.costs.stage_time import put_off_from
 from bapipe.schedule.actions import Schedule
 
 __all__ = ["StageBytes", "counted_twice", "messages_in_workspace", "passed_on", "stage_bytes", "stages_bytes"]
@@ -180,7 +181,7 @@ def _delayed(chain: Chain, first: int, last: int, whole: float) -> float:
     """
     if first == 0:
         return whole
-    apart = apart_from(chain, first)
+    apart = int(put_off_from(chain)[first])
     found = float(chain.delayed[apart : last + 1].sum())
     begin, end = chain.units[first], chain.units[last]
     for index, missing in ((first, begin.start / begin.of), (last, 1 - end.stop / end.of)):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bapipe.costs.segments import Chain, make_chain
+from bapipe.costs.stage_time import UnitSeconds
 from bapipe.fpga.exact_cuts import Run
 from bapipe.fpga.fpga_profile import fpga_profile
 from bapipe.planner.partition import baselines
@@ -29,7 +30,7 @@ def stepwise(run: Run, strategy: str) -> tuple[tuple[int, ...], tuple[Step, ...]
         firsts = (
             baselines.uniform(count, run.depth)
             if strategy == "uniform"
-            else baselines.by_time(chain.work[rows[0]].tolist(), run.depth)
+            else baselines.by_time(UnitSeconds.of(chain).work[rows[0]].tolist(), run.depth)
         )
         return _places(run, chain, [first - 1 for first in (*firsts, count)]), ()
 

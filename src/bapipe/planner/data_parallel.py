@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bapipe.costs.segments import Chain
+from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
 from bapipe.schedule.generators import capped
 
@@ -48,10 +49,9 @@ def analytic_rivals(chain: Chain, hardware: Hardware, microbatches: int) -> list
     """
     cluster = hardware.cluster
     count = len(cluster)
-    rows = [chain.row(item.type) for item in cluster.accelerators]
-    whole = max(float(chain.work[row].sum()) for row in rows)
-    backward = max(float(chain.backward[row].sum()) for row in rows)
-    update = max(float(chain.update[row].sum()) for row in rows)
+    rows = {chain.row(item.type) for item in cluster.accelerators}
+    seconds = stage_seconds(chain, [(0, len(chain) - 1)], [rows])
+    whole, backward, update = (float(item[0]) for item in (seconds.work, seconds.backward, seconds.update))
     weights = float(chain.weight_bytes.sum())
     members = tuple(range(count))
     capacity = min(cluster.type_of(index).memory for index in members)

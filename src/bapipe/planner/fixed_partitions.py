@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import stage_bytes
+from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice
 from bapipe.planner.partition import baselines
@@ -62,7 +63,7 @@ def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list
     makers: dict[str, Callable[[], Sequence[int]]] = {
         "uniform": lambda: baselines.uniform(len(chain), depth),
         "parameters": lambda: _by_parameter_spread(tuple(chain.weight_bytes.tolist()), depth),
-        "time": lambda: baselines.by_time(chain.work[row].tolist(), depth),
+        "time": lambda: baselines.by_time(UnitSeconds.of(chain).work[row].tolist(), depth),
     }
     thorough = request.strategy == "exact" and len(chain) * len(cluster) <= THOROUGH
     wanted = list(makers) if thorough else [name for name in makers if name == request.strategy]
@@ -102,7 +103,7 @@ def _pipedream(chain: Chain, hardware: Hardware, request: Request, depth: int) -
     found = []
     for machines, straight in [(depth, True), *([(len(cluster), False)] if free else [])]:
         plan = baselines.pipedream(
-            chain.work[row].tolist(),
+            UnitSeconds.of(chain).work[row].tolist(),
             transfer=(chain.boundary_forward[:-1] / cluster.within.bandwidth).tolist(),
             synchronise=(chain.weight_bytes / cluster.within.bandwidth).tolist(),
             machines=machines,

@@ -9,8 +9,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bapipe.costs.segments import Chain, apart_from, part_costs
+import numpy as np
+
+from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import stage_bytes
+from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.planner.evaluate import Hardware, StageChoice
 from bapipe.schedule.generators import full_overlap_caps
 
@@ -44,16 +47,11 @@ def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, h
     Never less than 1F1B-SNO's, one for every accelerator from the stage on.
     """
     cluster = hardware.cluster
-    forward, backward, most = [], [], []
-    for stage in stages:
-        span, count = slice(stage.first, stage.last + 1), len(stage.accelerators)
-        row = chain.row(cluster.accelerators[stage.accelerators[0]].type)
-        parts = part_costs(chain, stage.first, stage.last)
-        ahead = float(chain.forward[row, span].sum() + parts.forward[row])
-        back = float(chain.backward[row, span].sum() + parts.backward[row])
-        forward.append(ahead / count)
-        backward.append((back + (ahead if stage.recompute else 0.0)) / count)
-        most.append(_most_live(chain, stage, hardware) * count)
+    counts, seconds = [len(stage.accelerators) for stage in stages], _first_replicas(chain, stages, hardware)
+    again = np.array([stage.recompute for stage in stages])
+    forward = (seconds.forward / counts).tolist()
+    backward = ((seconds.backward + again * seconds.forward) / counts).tolist()
+    most = [_most_live(chain, stage, hardware) * count for stage, count in zip(stages, counts, strict=True)]
     links = [
         cluster.link(one.accelerators[-1], other.accelerators[0]) for one, other in itertools.pairwise(stages)
     ]
@@ -67,7 +65,7 @@ def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, h
     wanted = full_overlap_caps(forward, backward, *sends)
     caps = []
     for index, cap in enumerate(wanted):
-        behind = sum(len(stage.accelerators) for stage in stages[index:])
+        behind = sum(counts[index:])
         caps.append(max(min(max(cap, behind), most[index], microbatches), min(behind, microbatches), 1))
     for index in range(len(caps) - 2, -1, -1):
         caps[index] = max(caps[index], caps[index + 1])
@@ -88,18 +86,20 @@ def weight_delays(
     So many that it holds as many micro-batches as the first stage, as far as its memory allows beside K_i; none
     where it has next to no weight gradients.
     """
-    delays = []
-    for stage, cap in zip(stages, caps, strict=True):
-        row = chain.row(hardware.cluster.accelerators[stage.accelerators[0]].type)
-        span = slice(stage.first, stage.last + 1)
-        wanted = max(0, caps[0] - cap)
-        apart = slice(apart_from(chain, stage.first), stage.last + 1)
-        if float(chain.weight_gradient[row, apart].sum()) < WORTH_WAITING * float(chain.work[row, span].sum()):
-            wanted = 0
+    delays, seconds = [], _first_replicas(chain, stages, hardware)
+    pays = (seconds.weight_gradient >= WORTH_WAITING * seconds.work).tolist()
+    for stage, cap, worth in zip(stages, caps, pays, strict=True):
+        wanted = max(0, caps[0] - cap) if worth else 0
         found = live_bytes(chain, stage, hardware)
         spare = found.room - cap * found.each
         delays.append(min(wanted, max(0, int(spare // found.delayed)) if found.delayed > 0 else wanted))
     return delays
+
+
+def _first_replicas(chain: Chain, stages: Sequence[StageChoice], hardware: Hardware) -> StageSeconds:
+    """What the stages take on the first of their accelerators."""
+    types = [(chain.row(hardware.cluster.accelerators[stage.accelerators[0]].type),) for stage in stages]
+    return stage_seconds(chain, [(stage.first, stage.last) for stage in stages], types)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

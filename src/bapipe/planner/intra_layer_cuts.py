@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.costs.segments import Chain, apart_from
+from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import counted_twice, messages_in_workspace, passed_on
+from bapipe.costs.stage_time import UnitSeconds, every_run, missing_shares, put_off_from
 from bapipe.errors import InfeasibleError
 from bapipe.planner.evaluate import Hardware, StageChoice
 from bapipe.planner.fixed_partitions import THOROUGH
@@ -88,6 +89,8 @@ class _Spans:
     """seconds per micro-batch, recomputation included"""
     steady: Floats
     """seconds per micro-batch that the stage or the link after it is busy"""
+    put_off: Floats
+    """seconds per micro-batch of weight gradients that can be put off"""
     fits: NDArray[np.bool_]
 
 
@@ -140,13 +143,12 @@ def staggered_stages(
     count, cluster = len(stages), hardware.cluster
     rows = [chain.row(cluster.accelerators[member].type) for member in members]
     send = float(np.mean([item.min() for item in sends[:-1]])) / 2 if count > 1 else 0.0
-    ahead = float(np.mean([chain.forward[row].sum() for row in rows])) / count + send
-    errors = chain.backward - chain.weight_gradient
-    back = float(np.mean([errors[row].sum() for row in rows])) / count + send
+    units = UnitSeconds.of(chain)
+    ahead = float(units.forward[rows].sum(axis=1).mean()) / count + send
+    back = float((units.backward - units.weight_gradient)[rows].sum(axis=1).mean()) / count + send
     limited = []
-    for index, (span, row) in enumerate(zip(spans, rows, strict=True)):
-        put_off = microbatches * _apart(chain, chain.weight_gradient[row])
-        ends = index * ahead + np.maximum(0.0, index * back - put_off)
+    for index, span in enumerate(spans):
+        ends = index * ahead + np.maximum(0.0, index * back - microbatches * span.put_off)
         limited.append(replace(span, steady=span.work + ends / microbatches))
     cuts = _least(limited, None, sends)
     return None if cuts is None else straight_stages(cuts, members)
@@ -161,6 +163,8 @@ def _spans(
     count = len(stages)
     links = [cluster.link(one, other) for one, other in itertools.pairwise(members)]
     memory = _memory(chain)
+    rows = [chain.row(cluster.accelerators[member].type) for member in members]
+    seconds = {row: every_run(chain, row) for row in dict.fromkeys(rows)}
     spans, sends = [], []
     for index, (stage, member) in enumerate(zip(stages, members, strict=True)):
         there = back = busy = np.zeros(len(chain))
@@ -171,19 +175,14 @@ def _spans(
             busy = there + back if link.duplex == "half" else np.maximum(there, back)
         live, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
         needed = memory.needed(hardware.static_copies(), live, waiting, recompute=stage.recompute)
-        work = _work(chain, chain.row(cluster.accelerators[member].type), recompute=stage.recompute)
+        own = seconds[rows[index]]
+        work = own.work + own.forward if stage.recompute else own.work.copy()
+        work[np.tril_indices(len(chain), -1)] = np.inf
         steady = np.maximum(work + (there + back if family.communication == "exposed" else 0.0), busy)
-        spans.append(_Spans(work=work, steady=steady, fits=needed <= cluster.type_of(member).memory))
+        fits = needed <= cluster.type_of(member).memory
+        spans.append(_Spans(work=work, steady=steady, put_off=own.weight_gradient, fits=fits))
         sends.append(there + back)
     return spans, sends
-
-
-def _missing(chain: Chain) -> tuple[Floats, Floats]:
-    """Per unit, the share of its layer before it and after it."""
-    return (
-        np.array([unit.start / unit.of for unit in chain.units]),
-        np.array([1 - unit.stop / unit.of for unit in chain.units]),
-    )
 
 
 def _runs(values: Floats, begin: Floats, end: Floats) -> Floats:
@@ -193,24 +192,9 @@ def _runs(values: Floats, begin: Floats, end: Floats) -> Floats:
 
 
 def _apart(chain: Chain, values: Floats) -> Floats:
-    """[first, last]: the sum over what of the run can be put off (`apart_from`)."""
+    """[first, last]: the sum over what of the run can be put off (`put_off_from`)."""
     total = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(np.maximum(0.0, total[None, 1:] - total[_begins(chain)][:, None]), dtype=np.float64)
-
-
-@functools.lru_cache(maxsize=16)
-def _begins(chain: Chain) -> NDArray[np.int64]:
-    """`apart_from` of every unit."""
-    return np.array([apart_from(chain, first) for first in range(len(chain))])
-
-
-def _work(chain: Chain, row: int, *, recompute: bool) -> Floats:
-    before, after = _missing(chain)
-    values = chain.forward[row] * (2 if recompute else 1) + chain.backward[row]
-    more = chain.part_forward[row] * (2 if recompute else 1) + chain.part_backward[row]
-    work = _runs(values, np.where(before > 0, more, 0.0), np.where(after > 0, more, 0.0))
-    work[np.tril_indices(len(chain), -1)] = np.inf
-    return work
+    return np.asarray(np.maximum(0.0, total[None, 1:] - total[put_off_from(chain)][:, None]), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -232,7 +216,7 @@ class _Memory:
 
 
 def _memory(chain: Chain) -> _Memory:
-    before, after = _missing(chain)
+    before, after = missing_shares(chain)
     shared = chain.shared_weight_bytes
     begun, unfinished = np.where(before > 0, chain.part_stash, 0.0), np.where(after > 0, chain.part_stash, 0.0)
     ahead, back = chain.boundary_forward, chain.boundary_backward
@@ -268,7 +252,7 @@ def _memory(chain: Chain) -> _Memory:
 def _delayed(chain: Chain, before: Floats, after: Floats) -> Floats:
     taken = np.where(before > 0, chain.resident_input, chain.input_bytes)
     needs = chain.delayed > 0
-    begins, units = _begins(chain), np.arange(len(chain))
+    begins, units = put_off_from(chain), np.arange(len(chain))
     delayed = _apart(chain, chain.delayed)
     delayed += np.where(needs & (begins == units), before * taken, 0.0)[:, None]
     delayed += np.where(needs, after * taken, 0.0)[None, :] * (units[None, :] >= begins[:, None])

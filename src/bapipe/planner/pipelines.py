@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from bapipe.costs.segments import Chain
+from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
@@ -157,9 +158,10 @@ def optimal(
         )
         return _assign(cluster, types, solution)
     boundary = 2 * float(max(chain.boundary_forward.max(initial=0), chain.boundary_backward.max(initial=0)))
+    units = UnitSeconds.of(chain)
     problem = Problem.unlimited(
-        forward=chain.forward,
-        backward=chain.backward,
+        forward=units.forward,
+        backward=units.backward,
         counts=counts,
         order=order,
         send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
@@ -175,7 +177,7 @@ def optimal(
         inflight=np.array([_held(chain, family, d, num_stages or total, microbatches) for d in range(total + 1)]),
         max_replicas=width,
         reduce_rate=np.array([all_reduce_time(cluster, tuple(range(r)), 1.0) for r in range(width + 1)]),
-        update=chain.update,
+        update=units.update,
         recompute=family.recompute,
         num_stages=num_stages,
         use_all=use_all and num_stages is None,
@@ -238,10 +240,11 @@ def _solve_unlimited(
     num_stages: int | None,
 ) -> Solution:
     """The optimum without replicas if memory did not matter: then families differ in little."""
+    units = UnitSeconds.of(chain)
     return solve(
         Problem.unlimited(
-            forward=chain.forward,
-            backward=chain.backward,
+            forward=units.forward,
+            backward=units.backward,
             counts=counts,
             order=order,
             send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
@@ -249,7 +252,7 @@ def _solve_unlimited(
             duplex_half=link.duplex == "half",
             gradient_bytes=chain.weight_bytes,
             microbatches=microbatches,
-            update=chain.update,
+            update=units.update,
             recompute=recompute,
             num_stages=num_stages,
             count_communication=communication,
@@ -378,9 +381,10 @@ def interleaved_candidate(
     if ranks * virtual > len(chain):
         raise InfeasibleError(f"{ranks * virtual} stages need as many layers, got {len(chain)}")
     link = cluster.within
+    units = UnitSeconds.of(chain)
     problem = Problem.unlimited(
-        forward=chain.forward,
-        backward=chain.backward,
+        forward=units.forward,
+        backward=units.backward,
         counts=[ranks * virtual],
         microbatches=microbatches,
         send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,

@@ -14,6 +14,7 @@ from itertools import combinations
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import Chain, make_chain
 from bapipe.costs.stage_memory import stage_bytes
+from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.data_parallel import Estimate, analytic_rivals, at_minibatch, data_parallel_candidate
@@ -235,7 +236,7 @@ def _perfect(chain: Chain, cluster: Cluster, minibatch: int, depth: int | None =
 
 def _ideal(chain: Chain, cluster: Cluster, fastest: int | None = None) -> float:
     """T of equation (1): seconds per micro-batch if the network could be split perfectly (over the fastest)."""
-    whole = chain.work.sum(axis=1)
+    whole = UnitSeconds.of(chain).work.sum(axis=1)
     return ideal_time(sorted(float(whole[chain.row(item.type)]) for item in cluster.accelerators)[:fastest])
 
 

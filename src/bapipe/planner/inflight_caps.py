@@ -1,7 +1,4 @@
-"""K of every stage: how many micro-batches 1F1B keeps live, as asked for, or the least that hides transfers.
-
-And how long weight gradients may wait.
-"""
+"""K of every stage by its times and memory: the least that hides transfers; how long weight gradients wait."""
 
 from __future__ import annotations
 
@@ -15,30 +12,12 @@ from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import stage_bytes
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.planner.evaluate import Hardware, StageChoice
-from bapipe.schedule.generators import full_overlap_caps
+from bapipe.schedule.inflight import full_overlap_caps, never_rising, stage_caps, weight_gradient_delays
 
-__all__ = ["WORTH_WAITING", "LiveBytes", "declining_caps", "least_caps", "live_bytes", "weight_delays"]
+__all__ = ["WORTH_WAITING", "LiveBytes", "least_caps", "live_bytes", "weight_delays"]
 
 WORTH_WAITING = 0.01
 """share of a stage's work that its weight gradients must be for it to pay to put them off"""
-
-
-def declining_caps(first: int, replicas: Sequence[int], microbatches: int) -> list[int]:
-    """K_i where only the first stage's K is given: evenly down to 1 at the last stage, rounded up.
-
-    K_i = 1 + ⌈(K − 1)(N − i)/(N − 1)⌉, from 1: with K = N that is 1F1B-SNO, and where every stage and transfer is
-    alike, `full_overlap_caps` lies on such a line. With replicas, ranks are counted instead of stages, and each
-    replica of a stage holds at least one. No K exceeds the micro-batches, and none that of the stage before it.
-    """
-    behind = [sum(replicas[stage:]) for stage in range(len(replicas))]
-    last, whole = replicas[-1], behind[0] - replicas[-1]
-    caps = []
-    for own, ranks in zip(replicas, behind, strict=True):
-        cap = last - (last - first) * (ranks - last) // whole if whole else first
-        caps.append(max(min(max(cap, own), microbatches), 1))
-    for index in range(len(caps) - 2, -1, -1):
-        caps[index] = max(caps[index], caps[index + 1])
-    return caps
 
 
 def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, hardware: Hardware) -> list[int]:
@@ -63,13 +42,13 @@ def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, h
         for sizes in (chain.boundary_forward, chain.boundary_backward)
     ]
     wanted = full_overlap_caps(forward, backward, *sends)
-    caps = []
-    for index, cap in enumerate(wanted):
-        behind = sum(counts[index:])
-        caps.append(max(min(max(cap, behind), most[index], microbatches), min(behind, microbatches), 1))
-    for index in range(len(caps) - 2, -1, -1):
-        caps[index] = max(caps[index], caps[index + 1])
-    return caps
+    least = stage_caps("1f1b", counts, microbatches)
+    return never_rising(
+        [
+            max(min(max(cap, own), room, microbatches), min(own, microbatches), 1)
+            for cap, own, room in zip(wanted, least, most, strict=True)
+        ]
+    )
 
 
 def _most_live(chain: Chain, stage: StageChoice, hardware: Hardware) -> int:
@@ -88,8 +67,8 @@ def weight_delays(
     """
     delays, seconds = [], _first_replicas(chain, stages, hardware)
     pays = (seconds.weight_gradient >= WORTH_WAITING * seconds.work).tolist()
-    for stage, cap, worth in zip(stages, caps, pays, strict=True):
-        wanted = max(0, caps[0] - cap) if worth else 0
+    for stage, cap, delay, worth in zip(stages, caps, weight_gradient_delays(caps), pays, strict=True):
+        wanted = delay if worth else 0
         found = live_bytes(chain, stage, hardware)
         spare = found.room - cap * found.each
         delays.append(min(wanted, max(0, int(spare // found.delayed)) if found.delayed > 0 else wanted))

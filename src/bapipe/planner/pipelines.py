@@ -15,12 +15,13 @@ from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
-from bapipe.planner.inflight_caps import declining_caps, least_caps, live_bytes, weight_delays
+from bapipe.planner.inflight_caps import least_caps, live_bytes, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
 from bapipe.planner.partition.exact.solve import solve
 from bapipe.planner.partition.paper.straight_cuts import starts
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import SCHEDULES, capped, interleaved
+from bapipe.schedule.inflight import declining_caps, live_microbatches, ranks_behind, waiting_microbatches
 from bapipe.schedule.zero_bubble import zero_bubble
 
 __all__ = [
@@ -49,11 +50,6 @@ class Family:
     """A schedule as the planner sees it before the stages are known."""
 
     schedule: str
-    live: Literal["behind", "twice", "double", "all"]
-    """micro-batches between a stage's forward and the backward that the stage before waits for: one or two for
-    each accelerator from it to the end, two less one, or all M"""
-    delayed: bool = False
-    """whether weight gradients wait so long that every stage holds as many micro-batches as the first"""
     communication: Literal["overlapped", "exposed"] = "overlapped"
     recompute: Literal["never", "allowed", "always"] = "never"
     replicas: bool = False
@@ -63,22 +59,11 @@ class Family:
 
     def inflight(self, behind: int, ranks: int, microbatches: int) -> int:
         """Micro-batches at a stage with so many accelerators from it to the end, of so many in all."""
-        if self.cap is not None:
-            line = 1 - (1 - self.cap) * (behind - 1) // (ranks - 1) if ranks > 1 else self.cap
-            return max(1, min(line, microbatches))
-        live = {
-            "behind": behind,
-            "twice": 2 * behind,
-            "double": 2 * behind - 1,
-            "all": microbatches,
-        }[self.live]
-        return max(1, min(live, microbatches))
+        return live_microbatches(self.schedule, behind, microbatches, ranks=ranks, first=self.cap)
 
     def waiting(self, behind: int, ranks: int, microbatches: int) -> int:
         """Micro-batches there that only wait for their weight gradients."""
-        if not self.delayed:
-            return 0
-        return self.inflight(ranks, ranks, microbatches) - self.inflight(behind, ranks, microbatches)
+        return waiting_microbatches(self.schedule, behind, microbatches, ranks=ranks)
 
     def straight(self) -> Family:
         """The same without replicated stages."""
@@ -91,17 +76,17 @@ class Family:
 
 
 FAMILIES = {
-    "1f1b-sno": Family(schedule="1f1b-sno", live="behind", communication="exposed", replicas=True),
-    "1f1b-so": Family(schedule="1f1b-so", live="twice", replicas=True),
-    "1f1b": Family(schedule="1f1b", live="behind", recompute="allowed", replicas=True),
-    "gpipe": Family(schedule="gpipe", live="all"),
-    "gpipe+R": Family(schedule="gpipe", live="all", recompute="always"),
-    "zb": Family(schedule="zb", live="behind"),
-    "zb-h1": Family(schedule="zb-h1", live="behind", delayed=True),
-    "zb-h2": Family(schedule="zb-h2", live="double", delayed=True),
-    "pipedream": Family(schedule="pipedream", live="behind", communication="exposed"),
-    "1f1b-as": Family(schedule="1f1b-as", live="behind"),
-    "fbp-as": Family(schedule="fbp-as", live="twice"),
+    "1f1b-sno": Family(schedule="1f1b-sno", communication="exposed", replicas=True),
+    "1f1b-so": Family(schedule="1f1b-so", replicas=True),
+    "1f1b": Family(schedule="1f1b", recompute="allowed", replicas=True),
+    "gpipe": Family(schedule="gpipe"),
+    "gpipe+R": Family(schedule="gpipe", recompute="always"),
+    "zb": Family(schedule="zb"),
+    "zb-h1": Family(schedule="zb-h1"),
+    "zb-h2": Family(schedule="zb-h2"),
+    "pipedream": Family(schedule="pipedream", communication="exposed"),
+    "1f1b-as": Family(schedule="1f1b-as"),
+    "fbp-as": Family(schedule="fbp-as"),
 }
 
 
@@ -344,9 +329,8 @@ def build(
 def _schedule(
     family: Family, counts: list[int], microbatches: int, caps: list[int] | None, delays: list[int] | None
 ) -> Schedule:
-    behind = [sum(counts[stage:]) for stage in range(len(counts))]
     if caps is None and family.schedule in ("1f1b-sno", "1f1b-so", "1f1b-as", "gpipe"):
-        caps = [family.inflight(ranks, sum(counts), microbatches) for ranks in behind]
+        caps = [family.inflight(behind, sum(counts), microbatches) for behind in ranks_behind(counts)]
     own = None if caps is None or family.schedule == "fbp-as" else tuple(caps)
     few = len(counts) * microbatches <= _KEPT_FORWARDS
     return (_make_schedule if few else _make_schedule.__wrapped__)(

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.schedule.inflight import live_microbatches
 
 __all__ = ["UNLIMITED", "Choice", "Communication", "PartitionStage", "Problem", "Recompute", "Solution", "score"]
 
@@ -126,7 +127,7 @@ class Problem:
             **dict.fromkeys(("weights_bytes", "stash_bytes", "input_bytes", "gradient_bytes"), zeros),
             "capacity": np.full(types, UNLIMITED),
             "overhead": np.zeros(types),
-            "inflight": np.arange(int(np.sum(counts)) + 1),
+            "inflight": [live_microbatches("1f1b", d, microbatches) for d in range(int(np.sum(counts)) + 1)],
             "reduce_rate": np.zeros(rest.get("max_replicas", 1) + 1),
             "update": np.zeros((types, layers)),
         }

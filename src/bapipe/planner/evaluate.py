@@ -10,8 +10,8 @@ import numpy as np
 
 from bapipe.costs.peak_memory import rank_peaks
 from bapipe.costs.profile import Profile
-from bapipe.costs.segments import Chain, holds_all_weights, part_costs
-from bapipe.costs.stage_memory import stages_bytes
+from bapipe.costs.segments import Chain, holds_all_weights
+from bapipe.costs.stage_memory import stage_weights, stages_bytes
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster, Link
@@ -206,8 +206,7 @@ def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
     seconds = seconds_of(chain, candidate.stages, cluster)
     forward, backward = tuple(seconds.forward.tolist()), tuple(seconds.backward.tolist())
     for index, stage in enumerate(candidate.stages):
-        span = slice(stage.first, stage.last + 1)
-        weights = float(chain.weight_bytes[span].sum()) + part_costs(chain, stage.first, stage.last).weights
+        weights = stage_weights(chain, stage.first, stage.last)
         whole = all_reduce_time(cluster, stage.accelerators, weights)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
             bucket = all_reduce_time(cluster, stage.accelerators, min(DDP_BUCKET, weights))

@@ -96,8 +96,9 @@ class LiveBytes:
 def live_bytes(chain: Chain, stage: StageChoice, hardware: Hardware) -> LiveBytes:
     """Of one stage, beside its weights, gradients, optimizer state, messages under way and workspace."""
     needed = stage_bytes(chain, stage.first, stage.last)
-    each = needed.kept if stage.recompute else needed.stash
-    room = min(hardware.cluster.type_of(index).memory for index in stage.accelerators)
-    room -= needed.weights * hardware.static_copies() + needed.buffers + needed.workspace
-    room -= needed.stash if stage.recompute else 0.0
-    return LiveBytes(each=each, delayed=needed.delayed, room=room)
+    capacity = min(hardware.cluster.type_of(index).memory for index in stage.accelerators)
+    return LiveBytes(
+        each=needed.each(recompute=stage.recompute),
+        delayed=needed.delayed,
+        room=capacity - needed.fixed(hardware.static_copies(), recompute=stage.recompute),
+    )

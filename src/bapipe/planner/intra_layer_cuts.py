@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain
-from bapipe.costs.stage_memory import counted_twice, messages_in_workspace, passed_on
-from bapipe.costs.stage_time import UnitSeconds, every_run, missing_shares, put_off_from
+from bapipe.costs.stage_memory import every_run_bytes
+from bapipe.costs.stage_time import UnitSeconds, every_run
 from bapipe.errors import InfeasibleError
 from bapipe.planner.evaluate import Hardware, StageChoice
 from bapipe.planner.fixed_partitions import THOROUGH
@@ -162,7 +162,7 @@ def _spans(
     members = [stage.accelerators[0] for stage in stages]
     count = len(stages)
     links = [cluster.link(one, other) for one, other in itertools.pairwise(members)]
-    memory = _memory(chain)
+    memory = every_run_bytes(chain)
     rows = [chain.row(cluster.accelerators[member].type) for member in members]
     seconds = {row: every_run(chain, row) for row in dict.fromkeys(rows)}
     spans, sends = [], []
@@ -174,7 +174,7 @@ def _spans(
             back = chain.boundary_backward / link.bandwidth + link.latency
             busy = there + back if link.duplex == "half" else np.maximum(there, back)
         live, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
-        needed = memory.needed(hardware.static_copies(), live, waiting, recompute=stage.recompute)
+        needed = memory.held(hardware.static_copies(), live, waiting, recompute=stage.recompute)
         own = seconds[rows[index]]
         work = own.work + own.forward if stage.recompute else own.work.copy()
         work[np.tril_indices(len(chain), -1)] = np.inf
@@ -183,81 +183,6 @@ def _spans(
         spans.append(_Spans(work=work, steady=steady, put_off=own.weight_gradient, fits=fits))
         sends.append(there + back)
     return spans, sends
-
-
-def _runs(values: Floats, begin: Floats, end: Floats) -> Floats:
-    """[first, last]: the sum over the run, and what its ends add."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(total[None, 1:] - total[:-1, None] + begin[:, None] + end[None, :], dtype=np.float64)
-
-
-def _apart(chain: Chain, values: Floats) -> Floats:
-    """[first, last]: the sum over what of the run can be put off (`put_off_from`)."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(np.maximum(0.0, total[None, 1:] - total[put_off_from(chain)][:, None]), dtype=np.float64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Memory:
-    """Bytes of every run of units, as `stage_bytes` has them."""
-
-    weights: Floats
-    stash: Floats
-    delayed: Floats
-    kept: Floats
-    """per first unit"""
-    rest: Floats
-    """messages under way, workspace and what libraries keep"""
-
-    def needed(self, copies: int, live: int, waiting: int, *, recompute: bool) -> Floats:
-        each = live * self.kept[:, None] + self.stash if recompute else live * self.stash
-        each = each + waiting * self.delayed
-        return np.asarray(copies * self.weights + each + self.rest, dtype=np.float64)
-
-
-def _memory(chain: Chain) -> _Memory:
-    before, after = missing_shares(chain)
-    shared = chain.shared_weight_bytes
-    begun, unfinished = np.where(before > 0, chain.part_stash, 0.0), np.where(after > 0, chain.part_stash, 0.0)
-    ahead, back = chain.boundary_forward, chain.boundary_backward
-    received = np.concatenate([[0.0], ahead[:-1] + back[:-1]])
-    held = np.cumsum(chain.stash)
-    peaks = held + chain.unit_workspace
-    stash = _runs(chain.stash, begun + chain.resident_input, unfinished + ahead)
-    workspace = np.full((len(chain), len(chain)), -np.inf)
-    library = np.zeros_like(workspace)
-    common = messages_in_workspace(chain)
-    layers = np.array([unit.layer for unit in chain.units])
-    begins = np.searchsorted(layers, layers)
-    for first, unit in enumerate(chain.units):
-        own = peaks[first:].copy()
-        if unit.start > 0:
-            own[[other.layer == unit.layer for other in chain.units[first:]]] -= chain.unit_workspace[first - 1]
-            stash[first, first:] -= passed_on(chain, first)
-        stash[first, first:] -= counted_twice(chain, first)
-        inner = np.concatenate([[-np.inf], np.maximum.accumulate(own)])[np.maximum(0, begins[first:] - first)]
-        workspace[first, first:] = np.maximum(inner, own - common[first:])
-        library[first, first:] = np.maximum.accumulate(chain.library[first:])
-    return _Memory(
-        weights=_runs(chain.weight_bytes, before * shared, after * shared),
-        stash=stash,
-        delayed=_delayed(chain, before, after),
-        kept=chain.input_bytes,
-        rest=2 * (received[:, None] + (ahead + back)[None, :])
-        + np.maximum(0.0, workspace - held[None, :])
-        + library,
-    )
-
-
-def _delayed(chain: Chain, before: Floats, after: Floats) -> Floats:
-    taken = np.where(before > 0, chain.resident_input, chain.input_bytes)
-    needs = chain.delayed > 0
-    begins, units = put_off_from(chain), np.arange(len(chain))
-    delayed = _apart(chain, chain.delayed)
-    delayed += np.where(needs & (begins == units), before * taken, 0.0)[:, None]
-    delayed += np.where(needs, after * taken, 0.0)[None, :] * (units[None, :] >= begins[:, None])
-    delayed[0] = np.cumsum(chain.stash) + np.where(after > 0, chain.part_stash, 0.0) + chain.boundary_backward
-    return delayed
 
 
 def _least(spans: Sequence[_Spans], threshold: float | None, sends: Sequence[Floats]) -> list[int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from bapipe.costs.segments import Chain
+from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
@@ -142,27 +142,31 @@ def optimal(
             chain, tuple(counts), order, link, microbatches, family.recompute, family.communication, num_stages
         )
         return _assign(cluster, types, solution)
-    boundary = 2 * float(max(chain.boundary_forward.max(initial=0), chain.boundary_backward.max(initial=0)))
-    units = UnitSeconds.of(chain)
+    seconds, units = UnitSeconds.of(chain), UnitBytes.of(chain)
+
+    def held(behind: int) -> int:
+        counts = (count(behind, num_stages or total, microbatches) for count in (family.inflight, family.waiting))
+        return units.as_live(*counts)
+
     problem = Problem.unlimited(
-        forward=units.forward,
-        backward=units.backward,
+        forward=seconds.forward,
+        backward=seconds.backward,
         counts=counts,
         order=order,
         send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
         send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
         duplex_half=link.duplex == "half",
-        weights_bytes=chain.weight_bytes * hardware.static_copies(),
-        stash_bytes=chain.stash,
-        input_bytes=chain.input_bytes,
-        gradient_bytes=chain.weight_bytes,
+        weights_bytes=units.weights * hardware.static_copies(),
+        stash_bytes=units.stash,
+        input_bytes=units.inputs,
+        gradient_bytes=units.weights,
         capacity=np.array(capacity),
-        overhead=np.full(len(types), chain.workspace + min(boundary, 0.02 * min(capacity))),
+        overhead=np.full(len(types), units.overhead(min(capacity))),
         microbatches=microbatches,
-        inflight=np.array([_held(chain, family, d, num_stages or total, microbatches) for d in range(total + 1)]),
+        inflight=np.array([held(d) for d in range(total + 1)]),
         max_replicas=width,
         reduce_rate=np.array([all_reduce_time(cluster, tuple(range(r)), 1.0) for r in range(width + 1)]),
-        update=units.update,
+        update=seconds.update,
         recompute=family.recompute,
         num_stages=num_stages,
         use_all=use_all and num_stages is None,
@@ -185,20 +189,12 @@ def optimal(
     return first
 
 
-def _held(chain: Chain, family: Family, behind: int, ranks: int, microbatches: int) -> int:
-    """Micro-batches at a stage, as if all were live: one that waits for weight gradients counts as it weighs."""
-    live, waiting = (count(behind, ranks, microbatches) for count in (family.inflight, family.waiting))
-    whole = float(chain.stash.sum())
-    return live if not waiting or whole <= 0 else live + math.ceil(waiting * float(chain.delayed.sum()) / whole)
-
-
 def _lacking(
     chain: Chain, stages: Sequence[StageChoice], family: Family, microbatches: int, hardware: Hardware
 ) -> dict[str, float]:
     """Bytes that some stage on each type of accelerator lacks.
 
-    The exact partition adds up layers, so it counts neither what a stage keeps of what it has sent, nor messages
-    under way, nor the least a layer needs beside the others' features; those depend on where stages end.
+    The exact partition goes by `UnitBytes`; what that leaves out depends on where stages end.
     """
     cluster = hardware.cluster
     ranks = sum(len(stage.accelerators) for stage in stages)
@@ -235,7 +231,7 @@ def _solve_unlimited(
             send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
             send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
             duplex_half=link.duplex == "half",
-            gradient_bytes=chain.weight_bytes,
+            gradient_bytes=UnitBytes.of(chain).weights,
             microbatches=microbatches,
             update=units.update,
             recompute=recompute,

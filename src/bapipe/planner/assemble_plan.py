@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Literal
 
 from bapipe.costs.peak_memory import message_bytes
@@ -11,7 +12,7 @@ from bapipe.planner.evaluate import Evaluation, seconds_of
 from bapipe.planner.incumbents import AS_FAST
 from bapipe.planner.pipelines import MOST_TYPES
 from bapipe.planner.search import Exploration
-from bapipe.records.plan import LayerPart, Plan, PlanStage, Prediction, Rival
+from bapipe.records.plan import LayerPart, MemoryParts, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.units import format_bytes, format_seconds
 
@@ -90,6 +91,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 delayed_bytes=needed.delayed if index in parted else None,
                 buffer_bytes=messages[index],
                 workspace_bytes=needed.workspace,
+                memory_parts=MemoryParts(**asdict(best.peaks[index])),
             )
         )
     return tuple(stages)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from bapipe.costs.peak_memory import rank_peaks
+from bapipe.costs.peak_memory import PeakBytes, rank_peaks
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import Chain, holds_all_weights
 from bapipe.costs.stage_memory import stage_weights, stages_bytes
@@ -100,8 +100,8 @@ class Evaluation:
     """as run: with recomputation, all-reduce and update"""
     costs: Costs
     timeline: Timeline
-    memory: tuple[float, ...]
-    """peak bytes on one accelerator of each stage, all its stages together"""
+    peaks: tuple[PeakBytes, ...]
+    """on the fullest accelerator of each stage, all its stages together"""
     capacity: tuple[float, ...]
     live: tuple[float, ...]
     """micro-batches live at once per replica of each stage"""
@@ -109,6 +109,11 @@ class Evaluation:
     @property
     def samples(self) -> int:
         return self.candidate.chain.microbatch * self.candidate.schedule.num_microbatches
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """Peak bytes of each stage's accelerators."""
+        return tuple(peak.total for peak in self.peaks)
 
     @property
     def time(self) -> float:
@@ -245,7 +250,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         costs = _updating_always(costs)
     ranks = _accelerators_of_ranks(candidate)
     timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule))
-    memory, live = _memory(candidate, hardware, timeline, schedule)
+    peaks, live = _memory(candidate, hardware, timeline, schedule)
     capacity = tuple(
         min(hardware.cluster.type_of(index).memory for index in stage.accelerators) for stage in candidate.stages
     )
@@ -254,7 +259,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         schedule=schedule,
         costs=costs,
         timeline=timeline,
-        memory=memory,
+        peaks=peaks,
         capacity=capacity,
         live=live,
     )
@@ -278,8 +283,8 @@ def _accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
 
 def _memory(
     candidate: Candidate, hardware: Hardware, timeline: Timeline, schedule: Schedule
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Peak bytes on each stage's accelerators, and its live micro-batches per replica."""
+) -> tuple[tuple[PeakBytes, ...], tuple[float, ...]]:
+    """The peak on each stage's fullest accelerator, and its live micro-batches per replica."""
     peaks = rank_peaks(
         schedule,
         timeline,
@@ -288,10 +293,12 @@ def _memory(
         update_copies=hardware.update_copies(),
         phases_told=candidate.chain.phases_told,
     )
-    memory = tuple(max(peaks[rank] for rank in ranks) for ranks in schedule.placement)
+    fullest = tuple(
+        max((peaks[rank] for rank in ranks), key=lambda peak: peak.total) for ranks in schedule.placement
+    )
     counts = timeline.peak_live()
     live = tuple(float(-(-count // len(ranks))) for count, ranks in zip(counts, schedule.placement, strict=True))
-    return memory, live
+    return fullest, live
 
 
 def plan_timeline(plan: Plan) -> Timeline:

@@ -10,8 +10,9 @@ import pytest
 from bapipe.analysis.recalibrate import predict_again, recalibrate
 from bapipe.costs.profile import CostTable, Profile, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
-from bapipe.costs.segments import make_chain, part_costs
-from bapipe.costs.stage_memory import stage_bytes
+from bapipe.costs.segments import make_chain
+from bapipe.costs.stage_memory import UnitBytes, stage_bytes
+from bapipe.costs.stage_time import UnitSeconds, stage_seconds
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.io.files import content_hash, plain_values
@@ -96,20 +97,18 @@ def test_parts_by_time_steps_hold_all_weights_and_other_parts_their_share() -> N
 
 def test_a_stage_inside_one_layer_pays_at_both_ends() -> None:
     chain = make_chain(divided_profile(), ["x"], 1, split={1: 4})
-    middle = part_costs(chain, 2, 3)
-    assert (middle.forward[0], middle.backward[0], middle.stash) == (2 * FORWARD, 2 * BACKWARD, 2 * STASH)
-    assert middle.weights == 20.0, "half of the layer is its own share"
-    assert middle.update[0] == pytest.approx(0.2)
+    share, units = UnitSeconds.of(chain), UnitBytes.of(chain)
+    for first, last, ends in ((2, 3, 2), (0, 0, 0), (1, 4, 0), (0, 5, 0), (5, 5, 0)):
+        own, span = stage_seconds(chain, [(first, last)]), slice(first, last + 1)
+        assert own.forward[0] == pytest.approx(float(share.forward[0, span].sum()) + ends * FORWARD)
+        assert own.backward[0] == pytest.approx(float(share.backward[0, span].sum()) + ends * BACKWARD)
+        # The other half of the layer's weights and of their update.
+        assert own.update[0] == pytest.approx(float(share.update[0, span].sum()) + ends * 0.1)
+        needed = stage_bytes(chain, first, last)
+        assert needed.weights == float(units.weights[span].sum()) + ends * 10.0
+        messages = float(chain.resident_input[first] + chain.boundary_forward[last]) - (10.0 if ends else 0.0)
+        assert needed.stash == float(units.stash[span].sum()) + messages + ends * STASH
     assert stage_bytes(chain, 2, 3).weights == 40.0
-    for first, last in ((0, 0), (1, 4), (0, 5), (5, 5)):
-        whole = part_costs(chain, first, last)
-        assert (whole.forward[0], whole.backward[0], whole.update[0], whole.stash, whole.weights) == (
-            0,
-            0,
-            0,
-            0,
-            0,
-        )
     # Three stages hold the layer, so three ranks sum its gradients: 2 · 2/3 of 40 bytes.
     assert evaluated(divided_profile(), 1, 3, 5).costs.update[1] == pytest.approx(0.4 + 4 / 3 * 40 / 20)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapipe.costs.peak_memory import message_bytes, rank_peaks
+from bapipe.costs.peak_memory import PeakBytes, message_bytes, rank_peaks
 from bapipe.costs.stage_memory import StageBytes
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.generators import capped, gpipe, interleaved, pipedream, with_recompute, with_update
@@ -121,9 +121,12 @@ def test_memory_is_followed_from_action_to_action(schedule: Schedule, data: st.D
     ]
     timeline = simulate(schedule, costs)
     again = [bool(((timeline.kinds == Kind.R) & (timeline.stages == stage)).any()) for stage in range(count)]
-    found = rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_told=True)
+    parts = rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_told=True)
+    found = [peak.total for peak in parts]
     assert found == pytest.approx(counted(schedule, timeline, needed, again), rel=1e-12)
-    most = rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_told=False)
+    most = [
+        peak.total for peak in rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_told=False)
+    ]
     assert all(one <= other + 1e-9 for one, other in zip(found, most, strict=True))
 
 
@@ -133,3 +136,23 @@ def test_messages_count_once_for_every_peer() -> None:
     assert message_bytes(capped(2, 6, [3, 1], replicas=[3, 1]), needed) == [2 * (5 + 7), 2 * 3 * (5 + 7)]
     assert message_bytes(capped(2, 6, [4, 4], replicas=[4, 2]), needed) == [2 * (5 + 7), 2 * 2 * (5 + 7)]
     assert message_bytes(capped(2, 6, [3, 2], replicas=[3, 2]), needed) == [2 * 2 * (5 + 7), 2 * 3 * (5 + 7)]
+
+
+def test_the_parts_of_a_peak_are_those_of_its_moment() -> None:
+    """One stage of 10 bytes of weights, which is fullest in the second forward, a backward or the update."""
+    schedule = with_update(gpipe(1, 2))
+    timeline = simulate(schedule, Costs.of(1, forward=[1.0], backward=[1.0]))
+    held = replace(NONE, weights=10.0, stash=30.0)
+
+    def peak(*, update_copies: int = 3, **needed: float) -> PeakBytes:
+        stages = [replace(held, **needed)]
+        told = {"copies": 3, "update_copies": update_copies, "phases_told": True}
+        (found,) = rank_peaks(schedule, timeline, stages, **told)  # type: ignore[arg-type]
+        return found
+
+    always = {"weights": 10.0, "optimizer": 10.0, "buffers": 0.0}
+    forward = peak(forward_workspace=20.0)
+    assert forward == PeakBytes(**always, gradients=0.0, features=60.0, workspace=20.0), "no gradients yet"
+    backward = peak(backward_workspace=5.0, first_backward_workspace=-4.0)
+    assert backward == PeakBytes(**always, gradients=6.0, features=60.0, workspace=0.0), "not all of them yet"
+    assert peak(stash=1.0, update_copies=7) == PeakBytes(**always, gradients=10.0, features=0.0, workspace=40.0)

@@ -17,11 +17,11 @@ from bapipe.fpga import explore_fpga
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.models.builtin import builtin_model
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.inflight_caps import declining_caps
 from bapipe.planner.inputs import profile_for
 from bapipe.planner.pipelines import FAMILIES
 from bapipe.records.plan import Plan
-from bapipe.schedule.generators import capped, full_overlap_caps, one_f_one_b_sno
+from bapipe.schedule.generators import capped, one_f_one_b_sno
+from bapipe.schedule.inflight import declining_caps, full_overlap_caps
 from bapipe.schedule.validate import require_valid
 from bapipe.simulator.simulate import Costs, simulate
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,12 @@ def test_the_plan_is_the_recorded_one(case: Case) -> None:
     expected, found = EXPECTED[case.name], planned(case)
     assert found.get("exit") == expected.get("exit")
     assert found.get("words") == expected.get("words")
-    assert found.get("figures") == pytest.approx(expected.get("figures"), rel=1e-9)
+    assert _figures(found) == pytest.approx(_figures(expected), rel=1e-9)
+
+
+def _figures(plan: dict[str, Any]) -> list[float]:
+    """What does not fit has no time: infinite, because `approx` compares nothing with None."""
+    return [math.inf if figure is None else figure for figure in plan.get("figures", [])]
 
 
 def test_every_recorded_plan_is_compared() -> None:

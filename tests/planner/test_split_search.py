@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapipe.costs.profile import Profile
-from bapipe.costs.segments import Chain, make_chain, part_costs
-from bapipe.costs.stage_memory import stage_bytes
+from bapipe.costs.segments import Chain, make_chain
+from bapipe.costs.stage_memory import every_run_bytes, stage_bytes
+from bapipe.costs.stage_time import every_run, stage_seconds
 from bapipe.errors import InfeasibleError
 from bapipe.models.layers import Split
 from bapipe.planner import Request, explore
@@ -94,6 +95,13 @@ def test_the_automatic_choice_is_never_worse_than_a_forced_one(
     assert explore(profile, cluster, request).best.time <= best.time * (1 + 1e-12)
 
 
+def work_of(chain: Chain, first: int, last: int) -> float:
+    """Seconds of the units, and what a part of a layer costs at each end that lies inside one."""
+    ends = [first] * (chain.units[first].start > 0) + [last] * (chain.units[last].stop < chain.units[last].of)
+    more = sum(float(chain.part_forward[0, unit] + chain.part_backward[0, unit]) for unit in ends)
+    return float(chain.work[0, first : last + 1].sum()) + more
+
+
 def straightforward(chain: Chain, count: int, live: list[int], memory: float) -> list[tuple[float, float]]:
     """(fill, longest stage) of every way to cut, that fits, at no cost of communication."""
     found = []
@@ -101,8 +109,8 @@ def straightforward(chain: Chain, count: int, live: list[int], memory: float) ->
         ends = (*cuts, len(chain) - 1)
         times, fits = [], True
         for index, (first, last) in enumerate(zip([0, *(cut + 1 for cut in cuts)], ends, strict=True)):
-            parts, needed = part_costs(chain, first, last), stage_bytes(chain, first, last)
-            times.append(float(chain.work[0, first : last + 1].sum() + parts.forward[0] + parts.backward[0]))
+            needed = stage_bytes(chain, first, last)
+            times.append(work_of(chain, first, last))
             static = 2 * needed.weights + needed.buffers + needed.workspace
             fits &= static + live[index] * needed.stash <= memory * (1 + 1e-12)
         if fits:
@@ -129,13 +137,27 @@ def test_the_cuts_are_those_of_trying_all(profile: Profile, count: int, memory: 
     for stages in made:
         assert [stage.accelerators for stage in stages] == [(index,) for index in range(count)]
         assert (stages[0].first, stages[-1].last) == (0, len(chain) - 1)
-        work = []
-        for stage in stages:
-            parts = part_costs(chain, stage.first, stage.last)
-            own = float(chain.work[0, stage.first : stage.last + 1].sum())
-            work.append(own + float(parts.forward[0] + parts.backward[0]))
+        work = [work_of(chain, stage.first, stage.last) for stage in stages]
         times.append((sum(work), max(work)))
     least = min(longest for _, longest in every)
     assert times[0][1] == pytest.approx(least)
     best = min(fill + (microbatches - 1) * longest for fill, longest in every)
     assert times[-1][0] + (microbatches - 1) * times[-1][1] <= best * 1.05
+
+
+@given(profiles())
+@settings(max_examples=40)
+def test_all_runs_at_once_are_weighed_and_timed_as_one_by_one(profile: Profile) -> None:
+    chain = refined(make_chain(profile, ["x"], 1))
+    runs = [(first, last) for last in range(len(chain)) for first in range(last + 1)]
+    every, alone = every_run(chain, 0), stage_seconds(chain, runs)
+    for name in ("forward", "backward", "work", "weight_gradient", "parting", "update"):
+        table = getattr(every, name)
+        assert [table[run] for run in runs] == pytest.approx(getattr(alone, name).tolist())
+    weighed = every_run_bytes(chain)
+    for run in runs:
+        own = stage_bytes(chain, *run)
+        for name in ("weights", "stash", "delayed", "buffers", "workspace"):
+            assert getattr(weighed, name)[run] == pytest.approx(getattr(own, name)), (name, run)
+        assert weighed.kept[run[0], 0] == own.kept
+    assert alone.work.tolist() == pytest.approx([work_of(chain, *run) for run in runs])

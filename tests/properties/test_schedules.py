@@ -17,7 +17,6 @@ from bapipe.schedule.closed_forms import closed_form, unified_time
 from bapipe.schedule.generators import (
     SCHEDULES,
     capped,
-    full_overlap_caps,
     interleaved,
     make_schedule,
     with_recompute,
@@ -25,6 +24,7 @@ from bapipe.schedule.generators import (
     zb_h1,
     zb_h2,
 )
+from bapipe.schedule.inflight import full_overlap_caps
 from bapipe.schedule.validate import check
 from bapipe.simulator.engine import TaskTimes, numba_available, time_tasks
 from bapipe.simulator.lowering import Network, Route, lower

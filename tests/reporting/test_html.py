@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from dataclasses import replace
+from dataclasses import astuple, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -68,9 +68,13 @@ def test_every_shape_of_plan_has_its_numbers_on_the_page(shape: str) -> None:
     assert stages[1::5] == [stage.backward for stage in plan.stages]
     assert stages[2::5] == [stage.peak_features for stage in plan.stages]
     memory = page.figures["memory-table"]
-    assert memory[0::7] == [stage.memory_bytes for stage in plan.stages]
-    assert memory[1::7] == [stage.memory_capacity for stage in plan.stages]
-    assert memory[2::7] == [stage.weight_bytes for stage in plan.stages]
+    assert memory[0::8] == [stage.memory_bytes for stage in plan.stages]
+    assert memory[1::8] == [stage.memory_capacity for stage in plan.stages]
+    for number, stage in enumerate(plan.stages):
+        assert stage.memory_parts is not None
+        parts = memory[8 * number + 2 : 8 * number + 8]
+        assert parts == list(astuple(stage.memory_parts))
+        assert sum(parts) == pytest.approx(stage.memory_bytes)
     rivals = [prediction.time, max(stage.memory_bytes for stage in plan.stages)]
     for rival in plan.rivals:
         rivals += [rival.memory_bytes] if rival.time is None else [rival.time, rival.memory_bytes]

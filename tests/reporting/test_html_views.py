@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapipe.planner.evaluate import plan_timeline
-from bapipe.records.plan import Plan
+from bapipe.records.plan import MemoryParts, Plan
 from bapipe.records.run_record import to_timeline
 from bapipe.reporting.charts.alternatives import pareto_front, rivals_chart
 from bapipe.reporting.charts.balance import balance_chart, balance_of
@@ -21,6 +21,7 @@ from bapipe.reporting.charts.frame import CHARACTER, Scale, log_ticks, short
 from bapipe.reporting.charts.layer_costs import MOST_COLUMNS, layers_chart, stages_chart
 from bapipe.reporting.charts.rank_memory import memory_chart
 from bapipe.reporting.drawing.rows import rows_of, waits
+from bapipe.reporting.html.document import make_subject, render_report
 from bapipe.reporting.html.page_data import timeline_data
 from bapipe.reporting.views.layer_view import LayerView, cuts_of, layer_view, shares_of
 from bapipe.reporting.views.memory_view import memory_view
@@ -34,8 +35,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def _untold(plan: Plan) -> Plan:
     """As a plan of before the stages told what they hold."""
     return replace(
-        plan,
-        stages=tuple(replace(s, stash_bytes=None, buffer_bytes=None, workspace_bytes=None) for s in plan.stages),
+        plan, stages=tuple(replace(stage, stash_bytes=None, memory_parts=None) for stage in plan.stages)
     )
 
 
@@ -50,10 +50,19 @@ def test_memory_adds_up_to_the_plan_s_peak(shape: str) -> None:
         for number, stage in enumerate(plan.stages):
             peaks = [rank.peak for rank in view.ranks if number in rank.stages]
             assert max(peaks) == pytest.approx(stage.memory_bytes, rel=1e-6)
+    for view in (exact, inferred):
+        for rank in view.ranks:
+            parts = astuple(rank.parts)
+            assert min(parts) >= 0.0
+            assert sum(parts) == pytest.approx(rank.peak)
+            drawn = sum(rank.beside_features().values()) + rank.peak_features
+            assert drawn == pytest.approx(rank.peak, rel=1e-6)
     copies = {"sgd": 0, "momentum": 1, "adam": 2}[plan.optimizer]
     for rank in exact.ranks:
-        weights = sum(plan.stages[number].weight_bytes for number in rank.stages)
-        assert (rank.weights, rank.gradients, rank.optimizer) == (weights, weights, copies * weights)
+        weights, parts = sum(plan.stages[number].weight_bytes for number in rank.stages), rank.parts
+        assert (parts.weights, parts.gradients) == pytest.approx((weights, weights))
+        assert parts.optimizer == pytest.approx(copies * weights)
+        assert parts.workspace == pytest.approx(max(plan.stages[n].workspace_bytes or 0.0 for n in rank.stages))
         assert rank.features.min() >= -1.0
         assert rank.features[-1] == pytest.approx(0, abs=1.0)
         assert (np.diff(rank.times) >= 0).all()
@@ -62,12 +71,19 @@ def test_memory_adds_up_to_the_plan_s_peak(shape: str) -> None:
 def test_memory_by_another_rule_is_not_split_wrongly() -> None:
     plan, _ = planned("straight")
     timeline = plan_timeline(plan)
-    more = replace(plan, stages=tuple(replace(s, memory_bytes=s.memory_bytes * 2) for s in plan.stages))
-    view = memory_view(more, timeline)
-    assert not view.exact
-    assert [rank.peak for rank in view.ranks] == pytest.approx([s.memory_bytes for s in more.stages])
     less = replace(plan, stages=tuple(replace(s, memory_bytes=1000.0) for s in plan.stages))
-    assert [rank.peak for rank in memory_view(_untold(less), timeline).ranks] == pytest.approx([1000.0] * 4)
+    ranks = memory_view(_untold(less), timeline).ranks
+    assert [(rank.peak, rank.parts.buffers) for rank in ranks] == [(1000.0, 1000.0)] * 4
+
+
+def test_the_report_shows_the_parts_that_stand_in_the_plan() -> None:
+    plan, _ = planned("straight")
+    parts = MemoryParts(weights=1.0, gradients=2.0, optimizer=3.0, features=4.0, buffers=5.0, workspace=6.0)
+    told = replace(plan, stages=tuple(replace(s, memory_parts=parts, memory_bytes=21.0) for s in plan.stages))
+    view = memory_view(told, plan_timeline(plan))
+    assert view.exact
+    assert [rank.parts for rank in view.ranks] == [parts] * 4
+    assert 'value="6.0"' in render_report(make_subject(told))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

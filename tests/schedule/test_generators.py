@@ -13,12 +13,12 @@ from bapipe.schedule.generators import (
     capped,
     data_parallel,
     fbp_as,
-    full_overlap_caps,
     interleaved,
     make_schedule,
     with_recompute,
     with_update,
 )
+from bapipe.schedule.inflight import full_overlap_caps
 from bapipe.schedule.zero_bubble import zero_bubble
 from bapipe.simulator.simulate import Costs, simulate
 

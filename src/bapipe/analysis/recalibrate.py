@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from bapipe.analysis.predicted_measured import Comparison, compare, full_microbatches, mean_work
 from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
 from bapipe.costs.profile import Profile
-from bapipe.costs.segments import holds_all_weights
+from bapipe.costs.segments import make_chain
+from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.io.files import content_hash
+from bapipe.models.layers import Split
 from bapipe.planner.evaluate import shared_sums
 from bapipe.records.plan import Plan, PlanStage
 from bapipe.records.run_record import RunRecord
@@ -104,8 +106,7 @@ def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) 
     `bapipe.planner.evaluate.plan_timeline` then predicts its mini-batch. The time and rivals in the plan are
     those of the old profile, and so is the all-reduce.
     """
-    types = _types(plan)
-    stages = []
+    seconds = _stage_seconds(profile, plan, _types(plan))
     names = [accelerator.name for accelerator in plan.cluster.accelerators]
     summing = shared_sums(
         profile,
@@ -113,32 +114,18 @@ def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) 
         [{part.layer for part in stage.fractions} for stage in plan.stages],
         [tuple(names.index(name) for name in stage.accelerators) for stage in plan.stages],
     )
-    for stage, kinds, sums in zip(plan.stages, types, summing, strict=True):
-        costs = [_stage_costs(profile, stage, kind, plan.microbatch_size) for kind in kinds]
-        backward = max(cost.backward for cost in costs)
-        stages.append(
-            replace(
-                stage,
-                forward=max(cost.forward for cost in costs),
-                backward=backward,
-                weight_gradient=min(backward, max(cost.weight_gradient for cost in costs)),
-                parting=max(cost.parting for cost in costs),
-                update=sums + max(cost.update for cost in costs),
-            )
+    stages = tuple(
+        replace(
+            stage,
+            forward=float(seconds.forward[index]),
+            backward=float(seconds.backward[index]),
+            weight_gradient=float(seconds.weight_gradient[index]),
+            parting=float(seconds.parting[index]),
+            update=summing[index] + float(seconds.update[index]),
         )
-    return replace(plan, stages=tuple(stages), profile_hash=profile.hash, cluster=cluster or plan.cluster)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StageCosts:
-    """Seconds of a stage on one accelerator type, by the profile."""
-
-    forward: float
-    backward: float
-    weight_gradient: float
-    parting: float
-    """beyond the backward, where that is in two parts"""
-    update: float
+        for index, stage in enumerate(plan.stages)
+    )
+    return replace(plan, stages=stages, profile_hash=profile.hash, cluster=cluster or plan.cluster)
 
 
 def _shares(stage: PlanStage, layers: int) -> Floats:
@@ -150,30 +137,27 @@ def _shares(stage: PlanStage, layers: int) -> Floats:
     return shares
 
 
-def _ends(stage: PlanStage, layers: int) -> Floats:
-    """How often the stage begins or ends inside each layer."""
-    ends = np.zeros(layers)
-    for part in stage.fractions:
-        ends[part.layer] = (part.start > 0) + (part.stop < part.of)
-    return ends
-
-
-def _stage_costs(profile: Profile, stage: PlanStage, accelerator: str, microbatch: int) -> _StageCosts:
-    """As `bapipe.planner.evaluate` has them, with what parts of layers cost beyond their share (`part_costs`)."""
-    shares, costs = _shares(stage, len(profile.layers)), profile.at(accelerator, microbatch)
-    ends = _ends(stage, len(profile.layers))
-    whole = np.array([holds_all_weights(layer) for layer in profile.layers]) & (ends > 0)
-    going_on = {part.layer for part in stage.fractions if part.start > 0 and whole[part.layer]}
-    apart = np.array([0.0 if layer in going_on else share for layer, share in enumerate(shares)])
-    backward = float(shares @ costs.backward + ends @ costs.part_backward)
-    first = stage.first_layer == 0 and not any(part.layer == 0 and part.start > 0 for part in stage.fractions)
-    return _StageCosts(
-        forward=float(shares @ costs.forward + ends @ costs.part_forward),
-        backward=backward,
-        weight_gradient=backward if first else float(apart @ costs.weight_gradient),
-        parting=0.0 if first else float(shares @ costs.parting),
-        update=float(np.where(whole, 1.0, shares) @ costs.update),
+def _stage_seconds(profile: Profile, plan: Plan, types: Sequence[Sequence[str]]) -> StageSeconds:
+    """What the plan's stages take by the profile, each on the slowest of these accelerator types."""
+    parts = {part.layer: part for stage in plan.stages for part in stage.fractions}
+    layers = tuple(
+        layer
+        if index not in parts
+        else replace(layer, split=replace(layer.split or Split(channels=2), channels=parts[index].of))
+        for index, layer in enumerate(profile.layers)
     )
+    names = tuple(dict.fromkeys(name for kinds in types for name in kinds))
+    divided = {layer: part.of for layer, part in parts.items()}
+    chain = make_chain(replace(profile, layers=layers), names, plan.microbatch_size, split=divided)
+    place = {(unit.layer, unit.start): index for index, unit in enumerate(chain.units)}
+    spans = []
+    for stage in plan.stages:
+        own = {part.layer: part for part in stage.fractions}
+        begin, end = own.get(stage.first_layer), own.get(stage.last_layer)
+        of = parts[stage.last_layer].of if stage.last_layer in parts else 1
+        first = place[stage.first_layer, begin.start if begin else 0]
+        spans.append((first, place[stage.last_layer, (end.stop if end else of) - 1]))
+    return stage_seconds(chain, spans, [[names.index(name) for name in kinds] for kinds in types])
 
 
 def _types(plan: Plan) -> list[tuple[str, ...]]:
@@ -186,7 +170,7 @@ class _Measured:
     """What a run measured of each stage on each accelerator type, beside the profile's figures."""
 
     def __init__(self, plan: Plan, comparison: Comparison, profile: Profile) -> None:
-        self._plan, self._profile = plan, profile
+        self._plan = plan
         self._timeline: Timeline = comparison.measured
         self._split = bool((self._timeline.kinds == Kind.W).any())
         self.types = _types(plan)
@@ -196,12 +180,12 @@ class _Measured:
         kinds = [kind_of[name] for name in plan.ranks]
         for row in comparison.stages:
             self._ranks.setdefault((row.stage, kinds[row.rank]), []).append(row.rank)
+        self._seconds = {
+            kind: _stage_seconds(profile, plan, [(kind,)] * len(plan.stages)) for kind in dict.fromkeys(kinds)
+        }
 
     def stages_of(self, accelerator: str) -> list[int]:
         return [stage for stage, kinds in enumerate(self.types) if accelerator in kinds]
-
-    def costs(self, stage: int, accelerator: str) -> _StageCosts:
-        return _stage_costs(self._profile, self._plan.stages[stage], accelerator, self._plan.microbatch_size)
 
     def seconds(self, stage: int, accelerator: str, *kinds: Kind) -> float | None:
         """Mean of the stage's actions of these kinds over its ranks of that type; None: it has none."""
@@ -229,11 +213,11 @@ class _Measured:
             own = (self._timeline.ranks == rank) & (self._timeline.kinds == Kind.U)
             measured += float(self._timeline.work[own].sum())
             for other in set(self._timeline.stages[own].tolist()):
-                predicted += self.costs(other, accelerator).update
+                predicted += float(self._seconds[accelerator].update[other])
         return (measured, predicted) if measured > 0 and predicted > 0 else None
 
     def correction(self, stage: int, accelerator: str, notes: list[str]) -> Correction:
-        costs = self.costs(stage, accelerator)
+        costs = self._seconds[accelerator]
 
         def ratio(measured: float | None, predicted: float, what: str) -> float:
             if measured is None:
@@ -245,20 +229,21 @@ class _Measured:
                 return 1.0
             return measured / predicted
 
-        more = costs.parting if self._split else 0.0
-        backward = ratio(self.backward(stage, accelerator), costs.backward + more, "backward")
+        more = float(costs.parting[stage]) if self._split else 0.0
+        ahead, whole = float(costs.forward[stage]), float(costs.backward[stage])
+        weights = float(costs.weight_gradient[stage])
+        backward = ratio(self.backward(stage, accelerator), whole + more, "backward")
         parts = (backward, backward)
-        input_costs = costs.backward - costs.weight_gradient
-        if self._split and input_costs > 0 and costs.weight_gradient > 0:
+        if self._split and 0 < weights < whole:
             parts = (
-                ratio(self.seconds(stage, accelerator, Kind.I), input_costs, "input gradient"),
-                ratio(self.seconds(stage, accelerator, Kind.W), costs.weight_gradient + more, "weight gradient"),
+                ratio(self.seconds(stage, accelerator, Kind.I), whole - weights, "input gradient"),
+                ratio(self.seconds(stage, accelerator, Kind.W), weights + more, "weight gradient"),
             )
         update = self.update(stage, accelerator)
         return Correction(
             accelerator=accelerator,
             stage=stage,
-            forward=ratio(self.seconds(stage, accelerator, Kind.F, Kind.R), costs.forward, "forward"),
+            forward=ratio(self.seconds(stage, accelerator, Kind.F, Kind.R), ahead, "forward"),
             backward=backward,
             input_gradient=parts[0],
             weight_gradient=parts[1],
@@ -267,26 +252,24 @@ class _Measured:
 
     def overall(self, accelerator: str) -> Correction:
         """measured / predicted of all that the type has run, for the layers that it has not."""
-        stages = self.stages_of(accelerator)
-        rows = [self.correction(stage, accelerator, []) for stage in stages]
-        costs = [self.costs(stage, accelerator) for stage in stages]
+        rows = [self.correction(stage, accelerator, []) for stage in self.stages_of(accelerator)]
+        costs = self._seconds[accelerator]
 
-        def mean(ratios: Sequence[float], weights: Sequence[float]) -> float:
-            total = sum(weights)
-            return sum(r * w for r, w in zip(ratios, weights, strict=True)) / total if total > 0 else 1.0
+        def mean(field: str, seconds: Floats) -> float:
+            ratios = [(getattr(row, field), float(seconds[row.stage])) for row in rows]
+            known = [(ratio, weight) for ratio, weight in ratios if ratio is not None]
+            total = sum(weight for _, weight in known)
+            return sum(ratio * weight for ratio, weight in known) / total if total > 0 else 1.0
 
-        updates = [
-            (row.update, cost.update) for row, cost in zip(rows, costs, strict=True) if row.update is not None
-        ]
-        inputs = [max(0.0, cost.backward - cost.weight_gradient) for cost in costs]
+        updates = any(row.update is not None for row in rows)
         return Correction(
             accelerator=accelerator,
             stage=-1,
-            forward=mean([row.forward for row in rows], [cost.forward for cost in costs]),
-            backward=mean([row.backward for row in rows], [cost.backward for cost in costs]),
-            input_gradient=mean([row.input_gradient for row in rows], inputs),
-            weight_gradient=mean([row.weight_gradient for row in rows], [cost.weight_gradient for cost in costs]),
-            update=mean([ratio for ratio, _ in updates], [cost for _, cost in updates]) if updates else None,
+            forward=mean("forward", costs.forward),
+            backward=mean("backward", costs.backward),
+            input_gradient=mean("input_gradient", costs.backward - costs.weight_gradient),
+            weight_gradient=mean("weight_gradient", costs.weight_gradient),
+            update=mean("update", costs.update) if updates else None,
         )
 
 

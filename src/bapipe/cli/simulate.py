@@ -15,7 +15,8 @@ from bapipe.cli.values import Counts, Numbers, plain_number
 from bapipe.errors import BaPipeError
 from bapipe.io.files import write_text
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.generators import SCHEDULES, full_overlap_caps, make_schedule, with_recompute, with_update
+from bapipe.schedule.generators import SCHEDULES, make_schedule, with_recompute, with_update
+from bapipe.schedule.inflight import full_overlap_caps
 from bapipe.schedule.schedule_file import read_schedule, schedule_text
 from bapipe.schedule.validate import require_valid
 from bapipe.simulator.lowering import Network

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +27,36 @@ from bapipe.costs.stage_memory import StageBytes
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.simulator.timeline import Timeline
 
-__all__ = ["message_bytes", "rank_peaks"]
+__all__ = ["PeakBytes", "message_bytes", "rank_peaks"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _POSTED = 2
 """messages of a wire that a rank takes before they are needed, as the runtime does"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakBytes:
+    """What is on a rank when its memory is fullest."""
+
+    weights: float
+    """every version that the schedule keeps"""
+    gradients: float
+    """those that are there"""
+    optimizer: float
+    """its state"""
+    features: float
+    """of live micro-batches, and of those that wait for weight gradients"""
+    buffers: float
+    """messages that are sent, and that came for later"""
+    workspace: float
+    """what the layer at work needs for a moment, or the optimizer's step; and what libraries keep"""
+
+    @property
+    def total(self) -> float:
+        parts = (self.weights, self.gradients, self.optimizer, self.features, self.buffers, self.workspace)
+        return sum(parts)
 
 
 def rank_peaks(
@@ -43,11 +67,10 @@ def rank_peaks(
     copies: int,
     update_copies: int,
     phases_told: bool,
-) -> list[float]:
-    """Peak bytes of each rank; `copies` of the weights are weights, gradients and optimizer state, and
+) -> list[PeakBytes]:
+    """The peak of each rank; `copies` of the weights are weights, gradients and optimizer state, and
     `update_copies` those and what an update makes for a moment."""
     versions = schedule.weight_versions or (1,) * len(needed)
-    weights = [item.weights * (copies + versions[index] - 1) for index, item in enumerate(needed)]
     sending, receiving = _messages(schedule, needed)
     parts = ([item.stash for item in needed], [item.kept for item in needed], [item.delayed for item in needed])
     orders = [timeline.compute_of(rank) for rank in range(schedule.num_ranks)]
@@ -58,15 +81,40 @@ def rank_peaks(
     peaks = []
     for rank, own in enumerate(orders):
         stages = schedule.stages_of(rank)
-        held = sum(weights[stage] + sending[stage] for stage in stages)
+        weights, sent = (
+            sum(values) for values in zip(*((needed[s].weights, sending[s]) for s in stages), strict=True)
+        )
+        most = PeakBytes(
+            weights=sum(needed[stage].weights * versions[stage] for stage in stages),
+            gradients=weights,
+            optimizer=(copies - 2) * weights,
+            features=0.0,
+            buffers=sent,
+            workspace=(update_copies - copies) * weights,
+        )
         if follow[rank]:
             waiting = _waiting(timeline, rank, own, consumers, needed)
-            most = _followed(timeline, own, needed, change, besides, always=not schedule.flushes) + waiting
-            update = (update_copies - copies) * sum(needed[stage].weights for stage in stages)
-            peaks.append(held + max(update, float(most.max())))
+            held = _followed(timeline, own, needed, change, besides, always=not schedule.flushes)
+            at = int((held.sum(axis=0) + waiting).argmax())
+            live, workspace, gradients = held[:, at].tolist()
+            if live + workspace + gradients + float(waiting[at]) > most.workspace:
+                # A first backward that needs less than the gradients it has yet to make.
+                gradients += weights + min(0.0, workspace)
+                most = replace(
+                    most,
+                    features=live,
+                    gradients=gradients,
+                    buffers=sent + float(waiting[at]),
+                    workspace=max(0.0, workspace),
+                )
         else:
-            workspace = max((needed[stage].workspace for stage in stages), default=0.0)
-            peaks.append(held + features[rank] + workspace + sum(receiving[stage] for stage in stages))
+            most = replace(
+                most,
+                features=features[rank],
+                buffers=sent + sum(receiving[stage] for stage in stages),
+                workspace=max((needed[stage].workspace for stage in stages), default=0.0),
+            )
+        peaks.append(most)
     return peaks
 
 
@@ -106,33 +154,26 @@ def _besides(needed: Sequence[StageBytes]) -> Floats:
 def _followed(
     timeline: Timeline, own: Ints, needed: Sequence[StageBytes], change: Floats, besides: Floats, *, always: bool
 ) -> Floats:
-    """What a rank holds in each of its actions, `own`, beside its weights and messages; `always`: every backward
-    makes gradients, as each is followed by its update."""
+    """In each of a rank's actions, `own`: its features, what the action needs for a moment, and, below 0, the
+    gradients that are not there yet.
+
+    A stage's first backward makes its gradients, from the last layer on; `always`: every backward does, as each is
+    followed by its update.
+    """
     kinds, stages = timeline.kinds[own], timeline.stages[own]
     changes, forward = change[kinds, stages], (kinds == Kind.F) | (kinds == Kind.R)
     after = np.cumsum(changes)
-    total = np.where(forward, after, after - changes)  # the others let go when they end
-    total += besides[kinds, stages]
+    live = np.where(forward, after, after - changes)  # the others let go when they end
+    moment, missing = besides[kinds, stages], np.zeros(len(own))
+    makes = (kinds == Kind.B) | (kinds == Kind.W)
     for stage in set(stages.tolist()):
-        _without_gradients(total, kinds, stages == stage, needed[stage], always=always)
-    return total
-
-
-def _without_gradients(
-    total: Floats, kinds: Ints, here: NDArray[np.bool_], item: StageBytes, *, always: bool
-) -> None:
-    """Take off what is not there yet: a stage's first backward makes its gradients, from the last layer on.
-
-    `always`: every backward does, as each is followed by its update.
-    """
-    makes = np.flatnonzero(here & ((kinds == Kind.B) | (kinds == Kind.W)))
-    if not len(makes):
-        return
-    total[: makes[0]] -= item.weights
-    makers = makes if always else makes[:1]
-    whole = item.first_backward_workspace - item.backward_workspace
-    weights = item.first_weight_workspace - item.weight_workspace
-    total[makers] += np.where(kinds[makers] == Kind.B, whole, weights)
+        makers, item = np.flatnonzero(makes & (stages == stage)), needed[stage]
+        if len(makers):
+            missing[: makers[0]] -= item.weights
+            first = makers if always else makers[:1]
+            anew = (item.first_backward_workspace, item.first_weight_workspace)
+            moment[first] = np.where(kinds[first] == Kind.B, *anew)
+    return np.stack([live, moment, missing])
 
 
 def _waiting(timeline: Timeline, rank: int, own: Ints, consumers: Ints, needed: Sequence[StageBytes]) -> Floats:

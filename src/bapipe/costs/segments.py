@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bapipe.costs.fields import COST_FIELDS, CostArrays
 from bapipe.costs.profile import Profile, ProfiledLayer
 
-__all__ = ["Chain", "PartCosts", "Unit", "apart_from", "holds_all_weights", "make_chain", "part_costs"]
+__all__ = ["Chain", "Unit", "holds_all_weights", "make_chain"]
 
 Floats = NDArray[np.float64]
 
@@ -88,53 +88,6 @@ class Chain(CostArrays):
         return self.forward + self.backward
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartCosts:
-    """What a stage pays on top of its units' shares where it begins or ends inside a layer."""
-
-    forward: Floats
-    """seconds, one per accelerator type"""
-    backward: Floats
-    """seconds; none of it can be put off as weight gradient"""
-    update: Floats
-    """seconds of updating the weights that its share does not have"""
-    stash: float
-    """bytes per live micro-batch"""
-    weights: float
-    """bytes that its share does not have"""
-
-
-def part_costs(chain: Chain, first: int, last: int) -> PartCosts:
-    """Of the units `first` to `last`, included: once for each end that lies inside a layer, all 0 if none does."""
-    forward, backward, update = np.zeros((3, len(chain.types)))
-    stash = weights = 0.0
-    begin, end = chain.units[first], chain.units[last]
-    for index, unit, missing in ((first, begin, begin.start / begin.of), (last, end, 1 - end.stop / end.of)):
-        if missing > 0:
-            forward = forward + chain.part_forward[:, index]
-            backward = backward + chain.part_backward[:, index]
-            stash += float(chain.part_stash[index])
-            shared = float(chain.shared_weight_bytes[index])
-            weights += missing * shared
-            if shared > 0:
-                update = update + missing * chain.update[:, index] / unit.share
-    return PartCosts(forward=forward, backward=backward, update=update, stash=stash, weights=weights)
-
-
-def apart_from(chain: Chain, first: int) -> int:
-    """The first unit, from `first` on, whose weight gradients can be put off by a stage that begins there.
-
-    A part of a recurrent layer that goes on from the state of another part sends an error back for it, and its
-    library makes the weight gradients with the errors.
-    """
-    begin = chain.units[first]
-    index = first
-    if begin.start > 0 and chain.shared_weight_bytes[first] > 0:
-        while index < len(chain) and chain.units[index].layer == begin.layer:
-            index += 1
-    return index
-
-
 def holds_all_weights(layer: ProfiledLayer) -> bool:
     """Whether every part of the layer holds all its weights, as a recurrent one divided by time steps does."""
     return layer.split is not None and layer.split.by == "time steps" and layer.shares_weights_with is None
@@ -148,7 +101,7 @@ def make_chain(
     `split` maps a layer to the number of slices it is cut into (channels are dealt as evenly as they go). Cut
     inside a layer, the previous stage sends the layer's input and the outputs it has computed, and the error of
     both comes back; the next stage keeps the input too. A unit's costs are its share of the layer's; what a part
-    costs beyond that (`part_costs`) is known where the profile has it.
+    costs beyond that is known where the profile has it.
     """
     costs = [profile.at(name, microbatch) for name in types]
     units: list[Unit] = []

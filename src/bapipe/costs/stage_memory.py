@@ -1,46 +1,92 @@
-"""Bytes that one stage needs on its accelerator: the one place that says so."""
+"""Bytes that one stage needs on its accelerator: the one place that says so.
+
+A stage runs the units [first, last] of a chain. `stage_bytes` weighs one, `every_run_bytes` all runs of units at
+once, by the same code. Searches that add up unit after unit go by `UnitBytes`, which differs as it says; what they
+find is weighed again. When it is all there together is in `bapipe.costs.peak_memory`.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.costs.segments import Chain, Floats, apart_from, part_costs
+from bapipe.costs.segments import Chain, Floats
+from bapipe.costs.stage_time import missing_shares, put_off_from
 from bapipe.schedule.actions import Schedule
 
-__all__ = ["StageBytes", "counted_twice", "messages_in_workspace", "passed_on", "stage_bytes", "stages_bytes"]
+__all__ = [
+    "HeldBytes",
+    "StageBytes",
+    "UnitBytes",
+    "every_run_bytes",
+    "needed_beyond",
+    "stage_bytes",
+    "stage_weights",
+    "stages_bytes",
+]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Amount = TypeVar("Amount", float, Floats)
+_MESSAGES = 0.02
+"""share of the memory up to which `UnitBytes` counts messages"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageBytes:
-    """What a stage holds, apart from gradients and optimizer state, which are copies of its weights."""
+class HeldBytes(Generic[Amount]):
+    """What a stage holds, its schedule apart; gradients and optimizer state are copies of its weights."""
 
-    weights: float
+    weights: Amount
     """all of a layer of which it has some time steps"""
-    stash: float
+    stash: Amount
     """per live micro-batch: what its backward keeps, what it received for a split layer, and what it sent"""
-    delayed: float
+    delayed: Amount
     """per micro-batch whose weight gradient is put off, from its input gradient on, in place of the stash"""
-    kept: float
+    kept: Amount
     """per live micro-batch where the stage recomputes: its input"""
+    buffers: Amount
+    """for messages, with one rank before and one after: two received ahead and two being sent, each way"""
+    workspace: Amount
+    """most that a layer needs for a moment beyond the features of all layers, while those after it hold none; and
+    what libraries keep"""
+
+    def each(self, *, recompute: bool) -> Amount:
+        """Of one live micro-batch."""
+        return self.kept if recompute else self.stash
+
+    def fixed(self, copies: float, *, recompute: bool) -> Amount:
+        """All but the live micro-batches; `copies` of the weights are weights, gradients and optimizer state. A
+        stage that recomputes has the features of the one at work besides."""
+        always = copies * self.weights + self.buffers + self.workspace
+        return always + self.stash if recompute else always
+
+    def held(self, copies: float, live: int, waiting: int = 0, *, recompute: bool = False) -> Amount:
+        """All at its most at once, with so many micro-batches live and so many waiting for weight gradients."""
+        return (
+            self.fixed(copies, recompute=recompute)
+            + live * self.each(recompute=recompute)
+            + waiting * self.delayed
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes(HeldBytes[float]):
+    """And what is there only at times."""
+
     received: float
     """one message of the stage before, and below the error that goes back for it"""
     answered: float
     sent: float
     """one message to the stage after, and below the error that comes back for it"""
     returned: float
-    workspace: float
-    """most that a layer needs for a moment beyond the features of all layers, while those after it hold none; and
-    what libraries keep"""
     forward_workspace: float
-    """the same of forwards alone, and below of backwards"""
+    """workspace of forwards alone, and below of backwards"""
     backward_workspace: float
     first_backward_workspace: float
     """of a backward that makes the gradients: less those of the layers up to the one that is at work"""
@@ -48,41 +94,72 @@ class StageBytes:
     """of weight gradients that were put off, and below of those that make the gradients"""
     first_weight_workspace: float
 
-    @property
-    def buffers(self) -> float:
-        """For messages, with one rank before and one after: two received ahead and two being sent, each way."""
-        return 2 * (self.received + self.answered + self.sent + self.returned)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnitBytes:
+    """What each unit holds, one entry per unit: the coarser rule, of sums over units.
+
+    An approximation of `stage_bytes`: it leaves out what a stage keeps of what it sends, and what it holds on top
+    at an end inside a layer; it takes the largest unit's workspace to come on top of all features, and two of the
+    largest messages to be under way, as far as those are little.
+    """
+
+    weights: Floats
+    stash: Floats
+    delayed: Floats
+    inputs: Floats
+    crossing: Floats
+    """the larger of a message after the unit and the error for it"""
+    workspace: float
+
+    @classmethod
+    def of(cls, chain: Chain) -> UnitBytes:
+        """Of all units of the chain."""
+        return cls(
+            weights=chain.weight_bytes,
+            stash=chain.stash,
+            delayed=chain.delayed,
+            inputs=chain.input_bytes,
+            workspace=chain.workspace,
+            crossing=np.maximum(chain.boundary_forward, chain.boundary_backward),
+        )
+
+    def overhead(self, capacity: float) -> float:
+        """Workspace and messages, on an accelerator of so much memory."""
+        return self.workspace + min(2 * float(self.crossing.max()), _MESSAGES * capacity)
+
+    def as_live(self, live: int, waiting: int) -> int:
+        """Micro-batches as if all were live: one that waits for its weight gradients counts as it weighs."""
+        whole = float(self.stash.sum())
+        return live if not waiting or whole <= 0 else live + math.ceil(waiting * float(self.delayed.sum()) / whole)
+
+    def held(self, first: int, last: int, copies: float, live: int) -> float:
+        """Of the units `first` to `last`, without messages."""
+        own = slice(first, last + 1)
+        return copies * float(self.weights[own].sum()) + live * float(self.stash[own].sum()) + self.workspace
 
 
+@functools.lru_cache(maxsize=16_384)
 def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> StageBytes:
     """Of the units `first` to `last`, included. What a stage sends stays until its error has come back.
 
     `parted`: its backward may be done in two parts, for which it keeps what it received, needed or not.
     """
-    span = slice(first, last + 1)
-    stash = chain.stash[span]
-    sent, returned = float(chain.boundary_forward[last]), float(chain.boundary_backward[last])
-    received = float(chain.boundary_forward[first - 1]) if first else 0.0
-    answered = float(chain.boundary_backward[first - 1]) if first else 0.0
-    more_weights = more_stash = twice = resident = 0.0
-    if chain.units[first].start > 0 or chain.units[last].stop < chain.units[last].of:
-        parts = part_costs(chain, first, last)
-        more_weights, more_stash = parts.weights, parts.stash
-        twice = float(counted_twice(chain, first)[last - first])
-    before = 0.0 if parted or not first else float(chain.saved_before[first])
-    if chain.units[first].start > 0:
-        resident = float(chain.resident_input[first] - passed_on(chain, first)[last - first])
-        resident = resident if parted else min(resident, float(chain.kept_input[first]))
+    held = _by_last(chain, first, last, parted=parted)
+    spaces = _workspaces(chain, first, last, ("forward_workspace", "backward_workspace", "weight_workspace"))
+    ahead, back = chain.boundary_forward, chain.boundary_backward
     return StageBytes(
-        weights=float(chain.weight_bytes[span].sum()) + more_weights,
-        stash=float(stash.sum()) + resident + sent + more_stash - twice - before,
-        delayed=_delayed(chain, first, last, float(stash.sum()) + more_stash + returned),
+        weights=float(held.weights[-1]),
+        stash=float(held.stash[-1]),
+        delayed=float(held.delayed[-1]),
         kept=float(chain.input_bytes[first]),
-        received=received,
-        answered=answered,
-        sent=sent,
-        returned=returned,
-        **_workspaces(chain, first, last),
+        buffers=float(held.buffers[-1]),
+        workspace=float(held.workspace[-1]),
+        received=float(ahead[first - 1]) if first else 0.0,
+        answered=float(back[first - 1]) if first else 0.0,
+        sent=float(ahead[last]),
+        returned=float(back[last]),
+        **{name: float(values[-1]) for name, values in spaces.items()},
     )
 
 
@@ -92,24 +169,76 @@ def stages_bytes(chain: Chain, spans: Sequence[tuple[int, int]], schedule: Sched
     return [stage_bytes(chain, *span, parted=index in parted) for index, span in enumerate(spans)]
 
 
-def passed_on(chain: Chain, first: int) -> Floats:
+def stage_weights(chain: Chain, first: int, last: int) -> float:
+    """Of the units `first` to `last`, included: one copy."""
+    return float(_weights(chain, first, last)[-1])
+
+
+def every_run_bytes(chain: Chain) -> HeldBytes[Floats]:
+    """Of every run of units, [first, last]; 0 where last < first."""
+    units = len(chain)
+    found = {name: np.zeros((units, units)) for name in ("weights", "stash", "delayed", "buffers", "workspace")}
+    for first in range(units):
+        own = _by_last(chain, first, units - 1)
+        for name, values in found.items():
+            values[first, first:] = getattr(own, name)
+    return HeldBytes(kept=UnitBytes.of(chain).inputs[:, None], **found)
+
+
+def _by_last(chain: Chain, first: int, end: int, *, parted: bool = True) -> HeldBytes[Floats]:
+    """Of the stages that begin with the unit `first`, by their last unit, up to `end`."""
+    units, own = UnitBytes.of(chain), slice(first, end + 1)
+    before, after = (missing[own] for missing in missing_shares(chain))
+    begins, cut, part = bool(before[0] > 0), after > 0, chain.part_stash[own]
+    sent, returned = chain.boundary_forward[own], chain.boundary_backward[own]
+    came = float(chain.boundary_forward[first - 1] + chain.boundary_backward[first - 1]) if first else 0.0
+    features = np.cumsum(units.stash[own])
+    if begins or cut.any():
+        features += np.where(cut, part, 0.0) + (part[0] if begins else 0.0)
+    stash = features + sent
+    if begins or cut.any():
+        stash -= _counted_twice(chain, first, end)
+    if begins:
+        resident = chain.resident_input[first] - _passed_on(chain, first, end)
+        stash += resident if parted else np.minimum(resident, chain.kept_input[first])
+    if first and not parted:
+        stash -= chain.saved_before[first]
+    return HeldBytes(
+        weights=_weights(chain, first, end),
+        stash=stash,
+        delayed=_delayed(chain, first, end) if first else features + returned,
+        kept=np.full(1, units.inputs[first]),
+        buffers=2 * (came + sent + returned),
+        workspace=_workspaces(chain, first, end, ("unit_workspace",))["unit_workspace"],
+    )
+
+
+def _weights(chain: Chain, first: int, end: int) -> Floats:
+    before, after = missing_shares(chain)
+    shared, own = chain.shared_weight_bytes, slice(first, end + 1)
+    more = before[first] * shared[first] + after[own] * shared[own]
+    return np.asarray(np.cumsum(UnitBytes.of(chain).weights[own]) + more, dtype=np.float64)
+
+
+def _passed_on(chain: Chain, first: int, end: int) -> Floats:
     """Bytes of its input that a stage which begins inside a layer keeps and also sends on, by its last unit.
 
-    That is, of the units from `first` on. What passes all of a stage's layers is taken to be the least that passes
-    one of them: values that go past several layers mostly end together.
+    What passes all of a stage's layers is taken to be the least that passes one of them: values that go past
+    several layers mostly end together.
     """
-    layers, _, unfinished = _columns(chain, first)
-    least = np.minimum.accumulate(chain.passing[first:])
+    layers, _, unfinished = _columns(chain, slice(first, end + 1))
+    least = np.minimum.accumulate(chain.passing[first : end + 1])
     before = np.concatenate([[np.inf], least])[np.searchsorted(layers, layers)]
     most = np.where(unfinished, before, least)
     return np.asarray(np.minimum(most, chain.resident_input[first]), dtype=np.float64)
 
 
-def counted_twice(chain: Chain, first: int) -> Floats:
+def _counted_twice(chain: Chain, first: int, end: int) -> Floats:
     """Bytes of the inputs of layers that a stage has in part which its shares of these layers' features have, by
     its last unit: whoever begins inside a layer keeps all of its input, and whoever ends there sends it."""
-    layers, share, unfinished = _columns(chain, first)
-    kept = np.where(np.isfinite(chain.kept_input[first:]), chain.kept_input[first:], 0.0)
+    layers, share, unfinished = _columns(chain, slice(first, end + 1))
+    known = chain.kept_input[first : end + 1]
+    kept = np.where(np.isfinite(known), known, 0.0)
     sums = np.concatenate([[0.0], np.cumsum(share)])
     own = (sums[1:] - sums[np.searchsorted(layers, layers)]) * kept
     begins, inside = chain.units[first].start > 0, layers == layers[0]
@@ -118,10 +247,10 @@ def counted_twice(chain: Chain, first: int) -> Floats:
     return np.asarray(found, dtype=np.float64)
 
 
-def _columns(chain: Chain, first: int = 0) -> tuple[Ints, Floats, Bools]:
-    """Of each unit from `first` on: its layer, its share of it, and whether the layer goes on after it."""
+def _columns(chain: Chain, own: slice) -> tuple[Ints, Floats, Bools]:
+    """Of each of these units: its layer, its share of it, and whether the layer goes on after it."""
     layers, share, unfinished = _all_columns(chain)
-    return layers[first:], share[first:], unfinished[first:]
+    return layers[own], share[own], unfinished[own]
 
 
 @functools.lru_cache(maxsize=16)
@@ -133,58 +262,74 @@ def _all_columns(chain: Chain) -> tuple[Ints, Floats, Bools]:
     )
 
 
-def _workspaces(chain: Chain, first: int, last: int) -> dict[str, float]:
-    """Most of what a layer needs beyond all stashes, while those of the layers after it are not there, and what
-    libraries keep: at any time, in forwards, in backwards, and in those that make the gradients, which all count
-    as being there.
+def needed_beyond(needed: Floats, held: Floats, layers: Ints, common: Floats) -> Floats:
+    """By a stage's last unit, most that a unit at work needs beyond the features of all units.
+
+    `needed` is for a moment, [..., unit]; `held` are the features of the units up to each, those after a unit have
+    none while it works. `common` is what the last layer's need and a message after it both have, 0 inside of it.
+    """
+    whole = needed + held
+    most = np.maximum.accumulate(whole, axis=-1)
+    if common.any():
+        begins = np.searchsorted(layers, layers)
+        edges, place = np.unique(begins, return_inverse=True)
+        nothing = np.full((*whole.shape[:-1], 1), -np.inf)
+        earlier = np.concatenate([nothing, most], axis=-1)[..., begins]
+        own = np.maximum.reduceat(whole, edges, axis=-1)[..., place]
+        most = np.where(common > 0, np.maximum(earlier, own - common), most)
+    return np.asarray(most - held, dtype=np.float64)
+
+
+def _workspaces(chain: Chain, first: int, end: int, kinds: Sequence[str]) -> dict[str, Floats]:
+    """By last unit, most of what a layer needs beyond all stashes, and what libraries keep: of these kinds, and of
+    backwards and weight gradients that make the gradients, which all count as being there.
 
     What the last layer sends, or the error for it, is part of what it needs, and counts as a message already.
     Weight gradients that were put off find all there that they need, and make no errors; but a first stage puts
     off its whole backward.
     """
-    span = slice(first, last + 1)
-    stash, weights = chain.stash[span], np.cumsum(chain.weight_bytes[span])
-    each = (chain.unit_workspace, chain.forward_workspace, chain.backward_workspace, chain.weight_workspace)
-    needed = np.stack([values[span] for values in each])
-    if chain.units[first].start > 0:
-        own = sum(unit.layer == chain.units[first].layer for unit in chain.units[span])
-        needed[:, :own] -= np.array([values[first - 1] for values in each])[:, None]
-    needed[:3] += np.cumsum(stash) - float(stash.sum())
-    ends = sum(unit.layer == chain.units[last].layer for unit in chain.units[span])
-    needed[:3, -ends:] -= messages_in_workspace(chain)[last]
-    if first == 0:
-        needed[3] = needed[2]
-    most, library = np.maximum(0.0, needed.max(axis=1)), float(chain.library[span].max())
+    own, begins = slice(first, end + 1), chain.units[first].start > 0
+    layers, held = _columns(chain, own)[0], np.cumsum(UnitBytes.of(chain).stash[own])
+    library = np.maximum.accumulate(chain.library[own])
+
+    def needed(kind: str) -> Floats:
+        values: Floats = getattr(chain, kind)
+        return values[own] - np.where(layers == layers[0], values[first - 1], 0.0) if begins else values[own]
+
+    rows = {kind: needed(kind) for kind in kinds if kind != "weight_workspace"}
+    if "weight_workspace" in kinds:
+        gradients = np.cumsum(UnitBytes.of(chain).weights[own])
+        rows["first_backward_workspace"] = rows["backward_workspace"] - gradients
+    found = dict(
+        zip(
+            rows, needed_beyond(np.stack(list(rows.values())), held, layers, _in_messages(chain)[own]), strict=True
+        )
+    )
+    if "weight_workspace" in kinds:
+        later = needed("weight_workspace")
+        both = (found["backward_workspace"], found["first_backward_workspace"])
+        if first:
+            both = (np.maximum.accumulate(later), np.maximum.accumulate(later - gradients))
+        found["weight_workspace"], found["first_weight_workspace"] = both
     return {
-        "workspace": float(most[0]) + library,
-        "forward_workspace": float(most[1]) + library,
-        "backward_workspace": float(most[2]) + library,
-        "first_backward_workspace": float((needed[2] - weights).max()) + library,
-        "weight_workspace": float(most[3]) + library,
-        "first_weight_workspace": float((needed[3] - weights).max()) + library,
+        name: (values if name.startswith("first") else np.maximum(0.0, values)) + library
+        for name, values in found.items()
     }
 
 
 @functools.lru_cache(maxsize=16)
-def messages_in_workspace(chain: Chain) -> Floats:
+def _in_messages(chain: Chain) -> Floats:
     """Per unit, bytes that its workspace and the messages have in common where a stage ends with it; 0 inside of a
     layer, where the messages have its input too."""
     both = np.minimum(chain.boundary_forward, chain.boundary_backward)
-    return np.where(_columns(chain)[2], 0.0, np.minimum(chain.unit_workspace, both))
+    return np.where(_all_columns(chain)[2], 0.0, np.minimum(chain.unit_workspace, both))
 
 
-def _delayed(chain: Chain, first: int, last: int, whole: float) -> float:
-    """What waits for weight gradients that are put off; `whole`: all that the backward needs.
-
-    A first stage has no input gradient, so all of its backward is put off. Part of a layer needs all of its input.
-    """
-    if first == 0:
-        return whole
-    apart = apart_from(chain, first)
-    found = float(chain.delayed[apart : last + 1].sum())
-    begin, end = chain.units[first], chain.units[last]
-    for index, missing in ((first, begin.start / begin.of), (last, 1 - end.stop / end.of)):
-        if missing > 0 and chain.delayed[index] > 0 and index >= apart:
-            taken = chain.resident_input if chain.units[index].start > 0 else chain.input_bytes
-            found += missing * float(taken[index])
-    return found
+def _delayed(chain: Chain, first: int, end: int) -> Floats:
+    """What waits for weight gradients that are put off, by last unit; not of a first stage, which has no input
+    gradient and puts off all of its backward. Part of a layer needs all of its input."""
+    own, apart = slice(first, end + 1), int(put_off_from(chain)[first])
+    values = np.where(np.arange(first, end + 1) >= apart, UnitBytes.of(chain).delayed[own], 0.0)
+    before, after = (missing[own] for missing in missing_shares(chain))
+    inputs = np.where(values > 0, np.where(before > 0, chain.resident_input[own], chain.input_bytes[own]), 0.0)
+    return np.asarray(np.cumsum(values) + before[0] * inputs[0] + after * inputs, dtype=np.float64)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from bapipe.fpga.deploy import deploy
 from bapipe.fpga.explore_fpga import FpgaExploration
 from bapipe.fpga.fpga_profile import fpga_profile
 from bapipe.fpga.outcome import Outcome, costs_of, simulated
 from bapipe.fpga.replicated_boards import DataParallel
 from bapipe.fpga.stage_sizing import StageLoad, held_layers
-from bapipe.records.plan import LayerPart, Plan, PlanStage, Prediction, Rival
+from bapipe.records.plan import LayerPart, MemoryParts, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.units import format_seconds
 
@@ -72,6 +74,7 @@ def _stages(best: Outcome, found: FpgaExploration) -> tuple[PlanStage, ...]:
                 send_backward_bytes=costs.send_backward[index - 1] if index else 0.0,
                 weight_bytes=float(load.demand.weights),
                 memory_bytes=_memory(load),
+                memory_parts=_parts(load),
                 memory_capacity=load.board.ram + load.board.ddr,
                 peak_features=load.images / best.rule.microbatch,
             )
@@ -80,8 +83,20 @@ def _stages(best: Outcome, found: FpgaExploration) -> tuple[PlanStage, ...]:
 
 
 def _memory(load: StageLoad) -> float:
+    parts = asdict(_parts(load))
+    return float(sum(parts.values()))
+
+
+def _parts(load: StageLoad) -> MemoryParts:
     demand = load.demand
-    return float(2 * demand.weights + demand.features * load.images + demand.buffers + demand.state)
+    return MemoryParts(
+        weights=float(demand.weights),
+        gradients=float(demand.weights),
+        optimizer=float(demand.state),
+        features=float(demand.features * load.images),
+        buffers=float(demand.buffers),
+        workspace=0.0,
+    )
 
 
 def _pace(time: float, best: float) -> str:

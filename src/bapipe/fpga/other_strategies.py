@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bapipe.costs.segments import Chain, make_chain
+from bapipe.costs.stage_memory import UnitBytes
+from bapipe.costs.stage_time import UnitSeconds
 from bapipe.fpga.exact_cuts import Run
 from bapipe.fpga.fpga_profile import fpga_profile
 from bapipe.planner.partition import baselines
@@ -29,7 +31,7 @@ def stepwise(run: Run, strategy: str) -> tuple[tuple[int, ...], tuple[Step, ...]
         firsts = (
             baselines.uniform(count, run.depth)
             if strategy == "uniform"
-            else baselines.by_time(chain.work[rows[0]].tolist(), run.depth)
+            else baselines.by_time(UnitSeconds.of(chain).work[rows[0]].tolist(), run.depth)
         )
         return _places(run, chain, [first - 1 for first in (*firsts, count)]), ()
 
@@ -41,13 +43,11 @@ def stepwise(run: Run, strategy: str) -> tuple[tuple[int, ...], tuple[Step, ...]
         return lambda cut: float(busy[cut])
 
     def memory_of(own: Chain) -> Callable[[Cuts], list[float]]:
-        weights = np.concatenate([[0.0], np.cumsum(own.weight_bytes)]) * (2 + run.copies)
-        stash = np.concatenate([[0.0], np.cumsum(own.stash)]) / b
+        units = UnitBytes.of(own)
 
         def needs(cuts: Cuts) -> list[float]:
             return [
-                float(weights[last + 1] - weights[first])
-                + run.rule.images(run.depth - index) * float(stash[last + 1] - stash[first])
+                units.held(first, last, 2 + run.copies, run.rule.images(run.depth - index) // b)
                 for index, (first, last) in enumerate(zip(starts(cuts), cuts, strict=True))
             ]
 

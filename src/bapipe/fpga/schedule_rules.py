@@ -15,6 +15,7 @@ import numpy as np
 from bapipe.hardware.cluster import Link
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import fbp_as, one_f_one_b_as
+from bapipe.schedule.inflight import live_microbatches
 
 __all__ = ["FPGA_SCHEDULES", "Rule"]
 
@@ -41,8 +42,7 @@ class Rule:
 
     def images(self, behind: int) -> int:
         """Images live at a stage with so many boards from it to the end: b · min(M, K) with K of Table I."""
-        live = behind if self.schedule == "1f1b-as" else 2 * behind
-        return self.microbatch * min(live, self.microbatches)
+        return self.microbatch * live_microbatches(self.schedule, behind, self.microbatches)
 
     def slots(self, fill: Any) -> Any:
         """Image times of compute in a period: b, and for 1f1b-as the fill of the layer pipeline δ on top."""

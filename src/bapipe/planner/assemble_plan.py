@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Literal
 
 from bapipe.costs.peak_memory import message_bytes
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import stages_bytes
-from bapipe.planner.evaluate import Evaluation, parting_time
+from bapipe.planner.evaluate import Evaluation, seconds_of
 from bapipe.planner.incumbents import AS_FAST
 from bapipe.planner.pipelines import MOST_TYPES
 from bapipe.planner.search import Exploration
-from bapipe.records.plan import LayerPart, Plan, PlanStage, Prediction, Rival
+from bapipe.records.plan import LayerPart, MemoryParts, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.units import format_bytes, format_seconds
 
@@ -61,10 +62,10 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     stages, parted = [], best.schedule.parted_stages()
     weighed = stages_bytes(chain, [(choice.first, choice.last) for choice in best.candidate.stages], best.schedule)
     messages = message_bytes(best.schedule, weighed)
+    seconds = seconds_of(chain, best.candidate.stages, cluster)
     for index, choice in enumerate(best.candidate.stages):
         first, last = chain.units[choice.first], chain.units[choice.last]
         needed = weighed[index]
-        parting = parting_time(best.candidate, found.hardware, choice)
         stages.append(
             PlanStage(
                 accelerators=tuple(cluster.accelerators[member].name for member in choice.accelerators),
@@ -75,8 +76,8 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 recompute=choice.recompute,
                 forward=best.costs.forward[index],
                 backward=best.costs.backward[index],
-                weight_gradient=best.costs.weight_gradient[index] - parting,
-                parting=parting,
+                weight_gradient=float(seconds.weight_gradient[index]),
+                parting=float(seconds.parting[index]),
                 update=best.costs.update[index],
                 all_reduce=best.costs.all_reduce[index],
                 send_forward_bytes=float(chain.boundary_forward[choice.last]),
@@ -90,6 +91,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 delayed_bytes=needed.delayed if index in parted else None,
                 buffer_bytes=messages[index],
                 workspace_bytes=needed.workspace,
+                memory_parts=MemoryParts(**asdict(best.peaks[index])),
             )
         )
     return tuple(stages)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bapipe.costs.segments import Chain
+from bapipe.costs.stage_memory import UnitBytes
+from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
 from bapipe.schedule.generators import capped
 
@@ -48,41 +50,44 @@ def analytic_rivals(chain: Chain, hardware: Hardware, microbatches: int) -> list
     """
     cluster = hardware.cluster
     count = len(cluster)
-    rows = [chain.row(item.type) for item in cluster.accelerators]
-    whole = max(float(chain.work[row].sum()) for row in rows)
-    backward = max(float(chain.backward[row].sum()) for row in rows)
-    update = max(float(chain.update[row].sum()) for row in rows)
-    weights = float(chain.weight_bytes.sum())
+    rows = {chain.row(item.type) for item in cluster.accelerators}
+    seconds = stage_seconds(chain, [(0, len(chain) - 1)], [rows])
+    whole, backward, update = (float(item[0]) for item in (seconds.work, seconds.backward, seconds.update))
+    units = UnitBytes.of(chain)
+    weights = float(units.weights.sum())
     members = tuple(range(count))
     capacity = min(cluster.type_of(index).memory for index in members)
-    features = float(chain.stash.sum()) + chain.workspace
     state = hardware.static_copies() - 2
     each = -(-microbatches // count)
     reduce = all_reduce_time(cluster, members, weights)
-    largest = float(chain.weight_bytes.max())
+    largest = float(units.weights.max())
     exposed = max(all_reduce_time(cluster, members, min(DDP_BUCKET, weights)), reduce - backward)
     gathers = 1.5 * reduce * each
     boundary = sum(
         all_reduce_time(cluster, members, float(forward)) + all_reduce_time(cluster, members, float(back))
         for forward, back in zip(chain.boundary_forward, chain.boundary_backward, strict=True)
     )
+
+    def memory(copies: float) -> float:
+        return units.held(0, len(chain) - 1, copies, 1)
+
     return [
         Estimate(
             name="ZeRO-1 (by formula)",
             time=each * whole + exposed + update / count,
-            memory=weights * (2 + state / count) + features,
+            memory=memory(2 + state / count),
             capacity=capacity,
         ),
         Estimate(
             name="FSDP (by formula)",
             time=max(each * whole, gathers) + all_reduce_time(cluster, members, largest) + update / count,
-            memory=weights * (2 + state) / count + 2 * largest + features,
+            memory=memory((2 + state) / count) + 2 * largest,
             capacity=capacity,
         ),
         Estimate(
             name="tensor slicing (by formula)",
             time=microbatches * (whole / count + boundary) + update / count,
-            memory=weights * (2 + state) / count + features,
+            memory=memory((2 + state) / count),
             capacity=capacity,
         ),
     ]

@@ -6,10 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from bapipe.costs.peak_memory import rank_peaks
+import numpy as np
+
+from bapipe.costs.peak_memory import PeakBytes, rank_peaks
 from bapipe.costs.profile import Profile
-from bapipe.costs.segments import Chain, apart_from, holds_all_weights, part_costs
-from bapipe.costs.stage_memory import stages_bytes
+from bapipe.costs.segments import Chain, holds_all_weights
+from bapipe.costs.stage_memory import stage_weights, stages_bytes
+from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.partition.paper.step_record import Step
@@ -31,8 +34,8 @@ __all__ = [
     "all_reduce_time",
     "evaluate",
     "network_of",
-    "parting_time",
     "plan_timeline",
+    "seconds_of",
     "shared_sums",
     "stage_costs",
 ]
@@ -97,8 +100,8 @@ class Evaluation:
     """as run: with recomputation, all-reduce and update"""
     costs: Costs
     timeline: Timeline
-    memory: tuple[float, ...]
-    """peak bytes on one accelerator of each stage, all its stages together"""
+    peaks: tuple[PeakBytes, ...]
+    """on the fullest accelerator of each stage, all its stages together"""
     capacity: tuple[float, ...]
     live: tuple[float, ...]
     """micro-batches live at once per replica of each stage"""
@@ -106,6 +109,11 @@ class Evaluation:
     @property
     def samples(self) -> int:
         return self.candidate.chain.microbatch * self.candidate.schedule.num_microbatches
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """Peak bytes of each stage's accelerators."""
+        return tuple(peak.total for peak in self.peaks)
 
     @property
     def time(self) -> float:
@@ -196,51 +204,37 @@ def _divided(candidate: Candidate) -> list[set[int]]:
 
 def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
     """What each action of the candidate's stages takes; its schedule does not matter."""
-    chain, cluster = candidate.chain, hardware.cluster
-    forward, backward, weight, parting, update, reduce = [], [], [], [], [], []
+    chain, cluster, reduce = candidate.chain, hardware.cluster, []
     summing = shared_sums(
         chain.profile, cluster, _divided(candidate), [stage.accelerators for stage in candidate.stages]
     )
-    for stage, sums in zip(candidate.stages, summing, strict=True):
-        span, parts = slice(stage.first, stage.last + 1), part_costs(chain, stage.first, stage.last)
-        rows = {chain.row(cluster.accelerators[index].type) for index in stage.accelerators}
-        forward.append(max(float(chain.forward[row, span].sum() + parts.forward[row]) for row in rows))
-        backward.append(max(float(chain.backward[row, span].sum() + parts.backward[row]) for row in rows))
-        apart = slice(apart_from(chain, stage.first), stage.last + 1)
-        own = max(float(chain.weight_gradient[row, apart].sum()) for row in rows)
-        weight.append(min(own, backward[-1]) if stage.first else backward[-1])
-        parting.append(parting_time(candidate, hardware, stage))
-        update.append(sums + max(float(chain.update[row, span].sum() + parts.update[row]) for row in rows))
-        weights = float(chain.weight_bytes[span].sum()) + parts.weights
-        seconds = all_reduce_time(cluster, stage.accelerators, weights)
+    seconds = seconds_of(chain, candidate.stages, cluster)
+    forward, backward = tuple(seconds.forward.tolist()), tuple(seconds.backward.tolist())
+    for index, stage in enumerate(candidate.stages):
+        weights = stage_weights(chain, stage.first, stage.last)
+        whole = all_reduce_time(cluster, stage.accelerators, weights)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
             bucket = all_reduce_time(cluster, stage.accelerators, min(DDP_BUCKET, weights))
-            seconds = max(bucket, seconds - cluster.collective_overlap * backward[-1])
-        reduce.append(seconds)
+            whole = max(bucket, whole - cluster.collective_overlap * backward[index])
+        reduce.append(whole)
     cuts = [stage.last for stage in candidate.stages[:-1]]
     return Costs(
-        forward=tuple(forward),
-        backward=tuple(backward),
+        forward=forward,
+        backward=backward,
         send_forward=tuple(float(chain.boundary_forward[cut]) for cut in cuts),
         send_backward=tuple(float(chain.boundary_backward[cut]) for cut in cuts),
-        input_gradient=tuple(b - w for b, w in zip(backward, weight, strict=True)),
-        weight_gradient=tuple(w + more for w, more in zip(weight, parting, strict=True)),
-        recompute=tuple(forward),
+        input_gradient=tuple((seconds.backward - seconds.weight_gradient).tolist()),
+        weight_gradient=tuple((seconds.weight_gradient + seconds.parting).tolist()),
+        recompute=forward,
         all_reduce=tuple(reduce),
-        update=tuple(update),
+        update=tuple((np.array(summing) + seconds.update).tolist()),
     )
 
 
-def parting_time(candidate: Candidate, hardware: Hardware, stage: StageChoice) -> float:
-    """Seconds that the stage's backward takes longer in two parts.
-
-    None at a first stage: no error goes on from there, and all of its backward is put off as a whole.
-    """
-    chain, cluster = candidate.chain, hardware.cluster
-    if stage.first == 0:
-        return 0.0
-    rows = {chain.row(cluster.accelerators[index].type) for index in stage.accelerators}
-    return max(float(chain.parting[row, stage.first : stage.last + 1].sum()) for row in rows)
+def seconds_of(chain: Chain, stages: Sequence[StageChoice], cluster: Cluster) -> StageSeconds:
+    """What the stages take, each on the slowest of its accelerators."""
+    types = [{chain.row(cluster.accelerators[index].type) for index in stage.accelerators} for stage in stages]
+    return stage_seconds(chain, [(stage.first, stage.last) for stage in stages], types)
 
 
 def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
@@ -256,7 +250,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         costs = _updating_always(costs)
     ranks = _accelerators_of_ranks(candidate)
     timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule))
-    memory, live = _memory(candidate, hardware, timeline, schedule)
+    peaks, live = _memory(candidate, hardware, timeline, schedule)
     capacity = tuple(
         min(hardware.cluster.type_of(index).memory for index in stage.accelerators) for stage in candidate.stages
     )
@@ -265,7 +259,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         schedule=schedule,
         costs=costs,
         timeline=timeline,
-        memory=memory,
+        peaks=peaks,
         capacity=capacity,
         live=live,
     )
@@ -289,8 +283,8 @@ def _accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
 
 def _memory(
     candidate: Candidate, hardware: Hardware, timeline: Timeline, schedule: Schedule
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Peak bytes on each stage's accelerators, and its live micro-batches per replica."""
+) -> tuple[tuple[PeakBytes, ...], tuple[float, ...]]:
+    """The peak on each stage's fullest accelerator, and its live micro-batches per replica."""
     peaks = rank_peaks(
         schedule,
         timeline,
@@ -299,10 +293,12 @@ def _memory(
         update_copies=hardware.update_copies(),
         phases_told=candidate.chain.phases_told,
     )
-    memory = tuple(max(peaks[rank] for rank in ranks) for ranks in schedule.placement)
+    fullest = tuple(
+        max((peaks[rank] for rank in ranks), key=lambda peak: peak.total) for ranks in schedule.placement
+    )
     counts = timeline.peak_live()
     live = tuple(float(-(-count // len(ranks))) for count, ranks in zip(counts, schedule.placement, strict=True))
-    return memory, live
+    return fullest, live
 
 
 def plan_timeline(plan: Plan) -> Timeline:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from bapipe.costs.segments import Chain
-from bapipe.costs.stage_memory import stage_bytes
+from bapipe.costs.stage_memory import UnitBytes, stage_bytes
+from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice
 from bapipe.planner.partition import baselines
@@ -22,8 +23,6 @@ THOROUGH = 5_000
 """layers · accelerators up to which the exact search also tries what the rivals would choose"""
 PIPEDREAM_LAYERS = 64
 """layers up to which PipeDream's own dynamic programme is run beside the exact search"""
-_stage_bytes = functools.lru_cache(maxsize=16_384)(stage_bytes)
-"""the families of one chain ask for the same stages"""
 
 
 def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
@@ -61,8 +60,8 @@ def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list
     row = chain.row(cluster.accelerators[0].type)
     makers: dict[str, Callable[[], Sequence[int]]] = {
         "uniform": lambda: baselines.uniform(len(chain), depth),
-        "parameters": lambda: _by_parameter_spread(tuple(chain.weight_bytes.tolist()), depth),
-        "time": lambda: baselines.by_time(chain.work[row].tolist(), depth),
+        "parameters": lambda: _by_parameter_spread(tuple(UnitBytes.of(chain).weights.tolist()), depth),
+        "time": lambda: baselines.by_time(UnitSeconds.of(chain).work[row].tolist(), depth),
     }
     thorough = request.strategy == "exact" and len(chain) * len(cluster) <= THOROUGH
     wanted = list(makers) if thorough else [name for name in makers if name == request.strategy]
@@ -102,9 +101,9 @@ def _pipedream(chain: Chain, hardware: Hardware, request: Request, depth: int) -
     found = []
     for machines, straight in [(depth, True), *([(len(cluster), False)] if free else [])]:
         plan = baselines.pipedream(
-            chain.work[row].tolist(),
+            UnitSeconds.of(chain).work[row].tolist(),
             transfer=(chain.boundary_forward[:-1] / cluster.within.bandwidth).tolist(),
-            synchronise=(chain.weight_bytes / cluster.within.bandwidth).tolist(),
+            synchronise=(UnitBytes.of(chain).weights / cluster.within.bandwidth).tolist(),
             machines=machines,
             straight=straight,
         )
@@ -157,9 +156,7 @@ def _balanced(
                 key = (index, first, last)
                 held = known.get(key)
                 if held is None:
-                    own_bytes = _stage_bytes(own, first, last)
-                    static = own_bytes.weights * copies + own_bytes.buffers
-                    held = known[key] = static + live[index] * own_bytes.stash + own_bytes.workspace
+                    held = known[key] = stage_bytes(own, first, last).held(copies, live[index])
                 needed.append(held)
                 first = last + 1
             return needed

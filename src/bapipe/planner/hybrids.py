@@ -13,8 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from bapipe.costs.segments import Chain
+from bapipe.costs.stage_memory import stage_weights
+from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
+from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time, seconds_of
 from bapipe.planner.fixed_partitions import dealt_stages
 from bapipe.schedule.replicas import side_by_side
 
@@ -38,8 +40,7 @@ def balanced_hybrids(
     count = len(cluster)
     if len(chain.types) > 1 or cluster.topology == "chain":
         return []
-    work = chain.work[0]
-    done = np.cumsum(work)
+    done = np.cumsum(UnitSeconds.of(chain).work[0])
     scored: list[tuple[float, tuple[StageChoice, ...]]] = []
     for replicas in _shares(count, microbatches):
         wanted = np.cumsum(replicas)[:-1] / count * done[-1]
@@ -66,14 +67,12 @@ def _shares(count: int, microbatches: int) -> Iterator[tuple[int, ...]]:
 
 def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], microbatches: int) -> float:
     """Seconds per mini-batch by the exact partition's formula (`exact_problem`), links taken as free."""
-    work = [float(chain.work[0, stage.first : stage.last + 1].sum()) for stage in stages]
+    work: list[float] = seconds_of(chain, stages, hardware.cluster).work.tolist()
     steady = max(
         (-(-microbatches // len(stage.accelerators)) - 1) * own for stage, own in zip(stages, work, strict=True)
     )
     sums = [
-        all_reduce_time(
-            hardware.cluster, stage.accelerators, float(chain.weight_bytes[stage.first : stage.last + 1].sum())
-        )
+        all_reduce_time(hardware.cluster, stage.accelerators, stage_weights(chain, stage.first, stage.last))
         for stage in stages
     ]
     return sum(work) + steady + max(sums)

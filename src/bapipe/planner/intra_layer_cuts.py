@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.costs.segments import Chain, apart_from
-from bapipe.costs.stage_memory import counted_twice, messages_in_workspace, passed_on
+from bapipe.costs.segments import Chain
+from bapipe.costs.stage_memory import every_run_bytes
+from bapipe.costs.stage_time import UnitSeconds, every_run
 from bapipe.errors import InfeasibleError
 from bapipe.planner.evaluate import Hardware, StageChoice
 from bapipe.planner.fixed_partitions import THOROUGH
@@ -88,6 +89,8 @@ class _Spans:
     """seconds per micro-batch, recomputation included"""
     steady: Floats
     """seconds per micro-batch that the stage or the link after it is busy"""
+    put_off: Floats
+    """seconds per micro-batch of weight gradients that can be put off"""
     fits: NDArray[np.bool_]
 
 
@@ -140,13 +143,12 @@ def staggered_stages(
     count, cluster = len(stages), hardware.cluster
     rows = [chain.row(cluster.accelerators[member].type) for member in members]
     send = float(np.mean([item.min() for item in sends[:-1]])) / 2 if count > 1 else 0.0
-    ahead = float(np.mean([chain.forward[row].sum() for row in rows])) / count + send
-    errors = chain.backward - chain.weight_gradient
-    back = float(np.mean([errors[row].sum() for row in rows])) / count + send
+    units = UnitSeconds.of(chain)
+    ahead = float(units.forward[rows].sum(axis=1).mean()) / count + send
+    back = float((units.backward - units.weight_gradient)[rows].sum(axis=1).mean()) / count + send
     limited = []
-    for index, (span, row) in enumerate(zip(spans, rows, strict=True)):
-        put_off = microbatches * _apart(chain, chain.weight_gradient[row])
-        ends = index * ahead + np.maximum(0.0, index * back - put_off)
+    for index, span in enumerate(spans):
+        ends = index * ahead + np.maximum(0.0, index * back - microbatches * span.put_off)
         limited.append(replace(span, steady=span.work + ends / microbatches))
     cuts = _least(limited, None, sends)
     return None if cuts is None else straight_stages(cuts, members)
@@ -160,7 +162,9 @@ def _spans(
     members = [stage.accelerators[0] for stage in stages]
     count = len(stages)
     links = [cluster.link(one, other) for one, other in itertools.pairwise(members)]
-    memory = _memory(chain)
+    memory = every_run_bytes(chain)
+    rows = [chain.row(cluster.accelerators[member].type) for member in members]
+    seconds = {row: every_run(chain, row) for row in dict.fromkeys(rows)}
     spans, sends = [], []
     for index, (stage, member) in enumerate(zip(stages, members, strict=True)):
         there = back = busy = np.zeros(len(chain))
@@ -170,110 +174,15 @@ def _spans(
             back = chain.boundary_backward / link.bandwidth + link.latency
             busy = there + back if link.duplex == "half" else np.maximum(there, back)
         live, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
-        needed = memory.needed(hardware.static_copies(), live, waiting, recompute=stage.recompute)
-        work = _work(chain, chain.row(cluster.accelerators[member].type), recompute=stage.recompute)
+        needed = memory.held(hardware.static_copies(), live, waiting, recompute=stage.recompute)
+        own = seconds[rows[index]]
+        work = own.work + own.forward if stage.recompute else own.work.copy()
+        work[np.tril_indices(len(chain), -1)] = np.inf
         steady = np.maximum(work + (there + back if family.communication == "exposed" else 0.0), busy)
-        spans.append(_Spans(work=work, steady=steady, fits=needed <= cluster.type_of(member).memory))
+        fits = needed <= cluster.type_of(member).memory
+        spans.append(_Spans(work=work, steady=steady, put_off=own.weight_gradient, fits=fits))
         sends.append(there + back)
     return spans, sends
-
-
-def _missing(chain: Chain) -> tuple[Floats, Floats]:
-    """Per unit, the share of its layer before it and after it."""
-    return (
-        np.array([unit.start / unit.of for unit in chain.units]),
-        np.array([1 - unit.stop / unit.of for unit in chain.units]),
-    )
-
-
-def _runs(values: Floats, begin: Floats, end: Floats) -> Floats:
-    """[first, last]: the sum over the run, and what its ends add."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(total[None, 1:] - total[:-1, None] + begin[:, None] + end[None, :], dtype=np.float64)
-
-
-def _apart(chain: Chain, values: Floats) -> Floats:
-    """[first, last]: the sum over what of the run can be put off (`apart_from`)."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(np.maximum(0.0, total[None, 1:] - total[_begins(chain)][:, None]), dtype=np.float64)
-
-
-@functools.lru_cache(maxsize=16)
-def _begins(chain: Chain) -> NDArray[np.int64]:
-    """`apart_from` of every unit."""
-    return np.array([apart_from(chain, first) for first in range(len(chain))])
-
-
-def _work(chain: Chain, row: int, *, recompute: bool) -> Floats:
-    before, after = _missing(chain)
-    values = chain.forward[row] * (2 if recompute else 1) + chain.backward[row]
-    more = chain.part_forward[row] * (2 if recompute else 1) + chain.part_backward[row]
-    work = _runs(values, np.where(before > 0, more, 0.0), np.where(after > 0, more, 0.0))
-    work[np.tril_indices(len(chain), -1)] = np.inf
-    return work
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Memory:
-    """Bytes of every run of units, as `stage_bytes` has them."""
-
-    weights: Floats
-    stash: Floats
-    delayed: Floats
-    kept: Floats
-    """per first unit"""
-    rest: Floats
-    """messages under way, workspace and what libraries keep"""
-
-    def needed(self, copies: int, live: int, waiting: int, *, recompute: bool) -> Floats:
-        each = live * self.kept[:, None] + self.stash if recompute else live * self.stash
-        each = each + waiting * self.delayed
-        return np.asarray(copies * self.weights + each + self.rest, dtype=np.float64)
-
-
-def _memory(chain: Chain) -> _Memory:
-    before, after = _missing(chain)
-    shared = chain.shared_weight_bytes
-    begun, unfinished = np.where(before > 0, chain.part_stash, 0.0), np.where(after > 0, chain.part_stash, 0.0)
-    ahead, back = chain.boundary_forward, chain.boundary_backward
-    received = np.concatenate([[0.0], ahead[:-1] + back[:-1]])
-    held = np.cumsum(chain.stash)
-    peaks = held + chain.unit_workspace
-    stash = _runs(chain.stash, begun + chain.resident_input, unfinished + ahead)
-    workspace = np.full((len(chain), len(chain)), -np.inf)
-    library = np.zeros_like(workspace)
-    common = messages_in_workspace(chain)
-    layers = np.array([unit.layer for unit in chain.units])
-    begins = np.searchsorted(layers, layers)
-    for first, unit in enumerate(chain.units):
-        own = peaks[first:].copy()
-        if unit.start > 0:
-            own[[other.layer == unit.layer for other in chain.units[first:]]] -= chain.unit_workspace[first - 1]
-            stash[first, first:] -= passed_on(chain, first)
-        stash[first, first:] -= counted_twice(chain, first)
-        inner = np.concatenate([[-np.inf], np.maximum.accumulate(own)])[np.maximum(0, begins[first:] - first)]
-        workspace[first, first:] = np.maximum(inner, own - common[first:])
-        library[first, first:] = np.maximum.accumulate(chain.library[first:])
-    return _Memory(
-        weights=_runs(chain.weight_bytes, before * shared, after * shared),
-        stash=stash,
-        delayed=_delayed(chain, before, after),
-        kept=chain.input_bytes,
-        rest=2 * (received[:, None] + (ahead + back)[None, :])
-        + np.maximum(0.0, workspace - held[None, :])
-        + library,
-    )
-
-
-def _delayed(chain: Chain, before: Floats, after: Floats) -> Floats:
-    taken = np.where(before > 0, chain.resident_input, chain.input_bytes)
-    needs = chain.delayed > 0
-    begins, units = _begins(chain), np.arange(len(chain))
-    delayed = _apart(chain, chain.delayed)
-    delayed += np.where(needs & (begins == units), before * taken, 0.0)[:, None]
-    delayed += np.where(needs, after * taken, 0.0)[None, :] * (units[None, :] >= begins[:, None])
-    delayed[0] = np.cumsum(chain.stash) + np.where(after > 0, chain.part_stash, 0.0) + chain.boundary_backward
-    return delayed
 
 
 def _least(spans: Sequence[_Spans], threshold: float | None, sends: Sequence[Floats]) -> list[int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,15 +10,18 @@ from typing import Literal
 import numpy as np
 
 from bapipe.costs.segments import Chain
+from bapipe.costs.stage_memory import UnitBytes
+from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
-from bapipe.planner.inflight_caps import declining_caps, least_caps, live_bytes, weight_delays
+from bapipe.planner.inflight_caps import least_caps, live_bytes, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
 from bapipe.planner.partition.exact.solve import solve
 from bapipe.planner.partition.paper.straight_cuts import starts
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import SCHEDULES, capped, interleaved
+from bapipe.schedule.inflight import declining_caps, live_microbatches, ranks_behind, waiting_microbatches
 from bapipe.schedule.zero_bubble import zero_bubble
 
 __all__ = [
@@ -48,11 +50,6 @@ class Family:
     """A schedule as the planner sees it before the stages are known."""
 
     schedule: str
-    live: Literal["behind", "twice", "double", "all"]
-    """micro-batches between a stage's forward and the backward that the stage before waits for: one or two for
-    each accelerator from it to the end, two less one, or all M"""
-    delayed: bool = False
-    """whether weight gradients wait so long that every stage holds as many micro-batches as the first"""
     communication: Literal["overlapped", "exposed"] = "overlapped"
     recompute: Literal["never", "allowed", "always"] = "never"
     replicas: bool = False
@@ -62,22 +59,11 @@ class Family:
 
     def inflight(self, behind: int, ranks: int, microbatches: int) -> int:
         """Micro-batches at a stage with so many accelerators from it to the end, of so many in all."""
-        if self.cap is not None:
-            line = 1 - (1 - self.cap) * (behind - 1) // (ranks - 1) if ranks > 1 else self.cap
-            return max(1, min(line, microbatches))
-        live = {
-            "behind": behind,
-            "twice": 2 * behind,
-            "double": 2 * behind - 1,
-            "all": microbatches,
-        }[self.live]
-        return max(1, min(live, microbatches))
+        return live_microbatches(self.schedule, behind, microbatches, ranks=ranks, first=self.cap)
 
     def waiting(self, behind: int, ranks: int, microbatches: int) -> int:
         """Micro-batches there that only wait for their weight gradients."""
-        if not self.delayed:
-            return 0
-        return self.inflight(ranks, ranks, microbatches) - self.inflight(behind, ranks, microbatches)
+        return waiting_microbatches(self.schedule, behind, microbatches, ranks=ranks)
 
     def straight(self) -> Family:
         """The same without replicated stages."""
@@ -90,17 +76,17 @@ class Family:
 
 
 FAMILIES = {
-    "1f1b-sno": Family(schedule="1f1b-sno", live="behind", communication="exposed", replicas=True),
-    "1f1b-so": Family(schedule="1f1b-so", live="twice", replicas=True),
-    "1f1b": Family(schedule="1f1b", live="behind", recompute="allowed", replicas=True),
-    "gpipe": Family(schedule="gpipe", live="all"),
-    "gpipe+R": Family(schedule="gpipe", live="all", recompute="always"),
-    "zb": Family(schedule="zb", live="behind"),
-    "zb-h1": Family(schedule="zb-h1", live="behind", delayed=True),
-    "zb-h2": Family(schedule="zb-h2", live="double", delayed=True),
-    "pipedream": Family(schedule="pipedream", live="behind", communication="exposed"),
-    "1f1b-as": Family(schedule="1f1b-as", live="behind"),
-    "fbp-as": Family(schedule="fbp-as", live="twice"),
+    "1f1b-sno": Family(schedule="1f1b-sno", communication="exposed", replicas=True),
+    "1f1b-so": Family(schedule="1f1b-so", replicas=True),
+    "1f1b": Family(schedule="1f1b", recompute="allowed", replicas=True),
+    "gpipe": Family(schedule="gpipe"),
+    "gpipe+R": Family(schedule="gpipe", recompute="always"),
+    "zb": Family(schedule="zb"),
+    "zb-h1": Family(schedule="zb-h1"),
+    "zb-h2": Family(schedule="zb-h2"),
+    "pipedream": Family(schedule="pipedream", communication="exposed"),
+    "1f1b-as": Family(schedule="1f1b-as"),
+    "fbp-as": Family(schedule="fbp-as"),
 }
 
 
@@ -156,26 +142,31 @@ def optimal(
             chain, tuple(counts), order, link, microbatches, family.recompute, family.communication, num_stages
         )
         return _assign(cluster, types, solution)
-    boundary = 2 * float(max(chain.boundary_forward.max(initial=0), chain.boundary_backward.max(initial=0)))
+    seconds, units = UnitSeconds.of(chain), UnitBytes.of(chain)
+
+    def held(behind: int) -> int:
+        counts = (count(behind, num_stages or total, microbatches) for count in (family.inflight, family.waiting))
+        return units.as_live(*counts)
+
     problem = Problem.unlimited(
-        forward=chain.forward,
-        backward=chain.backward,
+        forward=seconds.forward,
+        backward=seconds.backward,
         counts=counts,
         order=order,
         send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
         send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
         duplex_half=link.duplex == "half",
-        weights_bytes=chain.weight_bytes * hardware.static_copies(),
-        stash_bytes=chain.stash,
-        input_bytes=chain.input_bytes,
-        gradient_bytes=chain.weight_bytes,
+        weights_bytes=units.weights * hardware.static_copies(),
+        stash_bytes=units.stash,
+        input_bytes=units.inputs,
+        gradient_bytes=units.weights,
         capacity=np.array(capacity),
-        overhead=np.full(len(types), chain.workspace + min(boundary, 0.02 * min(capacity))),
+        overhead=np.full(len(types), units.overhead(min(capacity))),
         microbatches=microbatches,
-        inflight=np.array([_held(chain, family, d, num_stages or total, microbatches) for d in range(total + 1)]),
+        inflight=np.array([held(d) for d in range(total + 1)]),
         max_replicas=width,
         reduce_rate=np.array([all_reduce_time(cluster, tuple(range(r)), 1.0) for r in range(width + 1)]),
-        update=chain.update,
+        update=seconds.update,
         recompute=family.recompute,
         num_stages=num_stages,
         use_all=use_all and num_stages is None,
@@ -198,20 +189,12 @@ def optimal(
     return first
 
 
-def _held(chain: Chain, family: Family, behind: int, ranks: int, microbatches: int) -> int:
-    """Micro-batches at a stage, as if all were live: one that waits for weight gradients counts as it weighs."""
-    live, waiting = (count(behind, ranks, microbatches) for count in (family.inflight, family.waiting))
-    whole = float(chain.stash.sum())
-    return live if not waiting or whole <= 0 else live + math.ceil(waiting * float(chain.delayed.sum()) / whole)
-
-
 def _lacking(
     chain: Chain, stages: Sequence[StageChoice], family: Family, microbatches: int, hardware: Hardware
 ) -> dict[str, float]:
     """Bytes that some stage on each type of accelerator lacks.
 
-    The exact partition adds up layers, so it counts neither what a stage keeps of what it has sent, nor messages
-    under way, nor the least a layer needs beside the others' features; those depend on where stages end.
+    The exact partition goes by `UnitBytes`; what that leaves out depends on where stages end.
     """
     cluster = hardware.cluster
     ranks = sum(len(stage.accelerators) for stage in stages)
@@ -238,18 +221,19 @@ def _solve_unlimited(
     num_stages: int | None,
 ) -> Solution:
     """The optimum without replicas if memory did not matter: then families differ in little."""
+    units = UnitSeconds.of(chain)
     return solve(
         Problem.unlimited(
-            forward=chain.forward,
-            backward=chain.backward,
+            forward=units.forward,
+            backward=units.backward,
             counts=counts,
             order=order,
             send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
             send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
             duplex_half=link.duplex == "half",
-            gradient_bytes=chain.weight_bytes,
+            gradient_bytes=UnitBytes.of(chain).weights,
             microbatches=microbatches,
-            update=chain.update,
+            update=units.update,
             recompute=recompute,
             num_stages=num_stages,
             count_communication=communication,
@@ -341,9 +325,8 @@ def build(
 def _schedule(
     family: Family, counts: list[int], microbatches: int, caps: list[int] | None, delays: list[int] | None
 ) -> Schedule:
-    behind = [sum(counts[stage:]) for stage in range(len(counts))]
     if caps is None and family.schedule in ("1f1b-sno", "1f1b-so", "1f1b-as", "gpipe"):
-        caps = [family.inflight(ranks, sum(counts), microbatches) for ranks in behind]
+        caps = [family.inflight(behind, sum(counts), microbatches) for behind in ranks_behind(counts)]
     own = None if caps is None or family.schedule == "fbp-as" else tuple(caps)
     few = len(counts) * microbatches <= _KEPT_FORWARDS
     return (_make_schedule if few else _make_schedule.__wrapped__)(
@@ -378,9 +361,10 @@ def interleaved_candidate(
     if ranks * virtual > len(chain):
         raise InfeasibleError(f"{ranks * virtual} stages need as many layers, got {len(chain)}")
     link = cluster.within
+    units = UnitSeconds.of(chain)
     problem = Problem.unlimited(
-        forward=chain.forward,
-        backward=chain.backward,
+        forward=units.forward,
+        backward=units.backward,
         counts=[ranks * virtual],
         microbatches=microbatches,
         send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,

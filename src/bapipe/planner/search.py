@@ -13,7 +13,8 @@ from itertools import combinations
 
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import Chain, make_chain
-from bapipe.costs.stage_memory import stage_bytes
+from bapipe.costs.stage_memory import UnitBytes, stage_weights
+from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.data_parallel import Estimate, analytic_rivals, at_minibatch, data_parallel_candidate
@@ -235,7 +236,7 @@ def _perfect(chain: Chain, cluster: Cluster, minibatch: int, depth: int | None =
 
 def _ideal(chain: Chain, cluster: Cluster, fastest: int | None = None) -> float:
     """T of equation (1): seconds per micro-batch if the network could be split perfectly (over the fastest)."""
-    whole = chain.work.sum(axis=1)
+    whole = UnitSeconds.of(chain).work.sum(axis=1)
     return ideal_time(sorted(float(whole[chain.row(item.type)]) for item in cluster.accelerators)[:fastest])
 
 
@@ -436,15 +437,16 @@ def _nothing_fits(found: Incumbents, hardware: Hardware) -> InfeasibleError:
     together = [item for item in closest.candidate.stages if item.accelerators == choice.accelerators]
     names = chain.profile.layers
     first, last = chain.units[choice.first].layer, chain.units[choice.last].layer
-    weights = chain.weight_bytes * hardware.static_copies() + chain.stash * closest.live[stage]
-    heaviest = chain.units[choice.first + int(weights[choice.first : choice.last + 1].argmax())].layer
+    units = UnitBytes.of(chain)
+    each = units.weights * hardware.static_copies() + units.stash * closest.live[stage]
+    heaviest = chain.units[choice.first + int(each[choice.first : choice.last + 1].argmax())].layer
     need = closest.memory[stage]
     more = f", with {len(together) - 1} more on its accelerator" if len(together) > 1 else ""
     helps = [f"accelerators of {format_bytes(need)}"]
     if chain.microbatch > 1:
         helps.append("a smaller --microbatch (profile smaller sizes if they are missing)")
     if hardware.optimizer != "sgd":
-        held = sum(stage_bytes(chain, item.first, item.last).weights for item in together)
+        held = sum(stage_weights(chain, item.first, item.last) for item in together)
         saved = held * (hardware.static_copies() - 2)
         helps.append(f"--optimizer sgd (saves {format_bytes(saved)} there)")
     if len(closest.candidate.stages) < len(chain):

@@ -13,7 +13,17 @@ from bapipe.models.layers import ModelRef
 from bapipe.records.fpga_deployment import Deployment
 from bapipe.schedule.schedule_file import ScheduleFile
 
-__all__ = ["PLAN_SCHEMA", "LayerPart", "Plan", "PlanStage", "Prediction", "Rival", "read_plan", "write_plan"]
+__all__ = [
+    "PLAN_SCHEMA",
+    "LayerPart",
+    "MemoryParts",
+    "Plan",
+    "PlanStage",
+    "Prediction",
+    "Rival",
+    "read_plan",
+    "write_plan",
+]
 
 PLAN_SCHEMA = "bapipe.plan/1"
 
@@ -26,6 +36,24 @@ class LayerPart:
     start: int
     stop: int
     of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """What fills a stage's fullest accelerator when it is fullest, all stages on it together; `memory_bytes`."""
+
+    weights: float
+    """every version that the schedule keeps"""
+    gradients: float
+    """those that are there"""
+    optimizer: float
+    """its state"""
+    features: float
+    """of live micro-batches, and of those that wait for weight gradients"""
+    buffers: float
+    """messages under way"""
+    workspace: float
+    """what the layer at work, or the optimizer's step, needs for a moment; and what libraries keep"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +99,8 @@ class PlanStage:
     """messages under way"""
     workspace_bytes: float | None = None
     """most that a layer needs for a moment"""
+    memory_parts: MemoryParts | None = None
+    """what the peak is made of; None: not told"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from bapipe.costs.roofline import analytic_profile
 from bapipe.costs.segments import Chain, make_chain
+from bapipe.costs.stage_memory import stage_weights
 from bapipe.hardware.cluster_file import read_cluster, with_memory_limit
 from bapipe.models.builtin import builtin_model
 from bapipe.models.layers import Model
@@ -114,7 +115,7 @@ def _pipedream_fits(layers: int, hardware: Hardware, *, everything: bool) -> boo
     stages = pipedream_stages(chain, hardware, straight=True)
     found = evaluate(build(chain, stages, FAMILIES["pipedream"], 2 * count, hardware), hardware)
     for index, (stage, need, room) in enumerate(zip(stages, found.memory, found.capacity, strict=True)):
-        weights = float(chain.weight_bytes[stage.first : stage.last + 1].sum())
+        weights = stage_weights(chain, stage.first, stage.last)
         more = (count - index - 1) * (hardware.static_copies() - 1) * weights if everything else 0.0
         if need + more > room:
             return False

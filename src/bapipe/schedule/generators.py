@@ -18,6 +18,7 @@ import numpy as np
 
 from bapipe.errors import BaPipeError, nearest
 from bapipe.schedule.actions import Concurrency, Kind, Lane, Schedule, Sending
+from bapipe.schedule.inflight import interleaved_warm_up, stage_caps
 from bapipe.schedule.lane_builders import one_stage_lane, require_sizes
 from bapipe.schedule.replicas import replicated
 from bapipe.schedule.zero_bubble import zb_h1, zb_h2, zero_bubble
@@ -28,7 +29,6 @@ __all__ = [
     "capped",
     "data_parallel",
     "fbp_as",
-    "full_overlap_caps",
     "gpipe",
     "interleaved",
     "make_schedule",
@@ -106,54 +106,31 @@ def capped(
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards: K_i = M."""
-    require_sizes(num_stages, num_microbatches)
-    return capped(num_stages, num_microbatches, [num_microbatches] * num_stages, name="gpipe")
+    return _straight("gpipe", num_stages, num_microbatches)
 
 
 def one_f_one_b_sno(num_stages: int, num_microbatches: int) -> Schedule:
     """The paper's 1F1B-SNO, K_i = N−i+1 (Table II): least memory, communication exposed."""
-    require_sizes(num_stages, num_microbatches)
-    return capped(num_stages, num_microbatches, range(num_stages, 0, -1), name="1f1b-sno")
+    return _straight("1f1b-sno", num_stages, num_microbatches)
 
 
 def one_f_one_b_so(num_stages: int, num_microbatches: int) -> Schedule:
     """The paper's 1F1B-SO, K_i = 2(N−i+1) (Table II): communication overlapped, twice the features."""
-    require_sizes(num_stages, num_microbatches)
-    return capped(num_stages, num_microbatches, range(2 * num_stages, 0, -2), name="1f1b-so")
+    return _straight("1f1b-so", num_stages, num_microbatches)
 
 
 def one_f_one_b_as(num_stages: int, num_microbatches: int) -> Schedule:
     """The paper's 1F1B-AS, K_i = N−i+1 on cut-through links (Table I)."""
+    return _straight("1f1b-as", num_stages, num_microbatches, sending="cut-through")
+
+
+def _straight(
+    name: str, num_stages: int, num_microbatches: int, *, sending: Sending = "after-compute"
+) -> Schedule:
+    """A capped order whose K the schedule's name settles (`bapipe.schedule.inflight`)."""
     require_sizes(num_stages, num_microbatches)
-    caps = range(num_stages, 0, -1)
-    return capped(num_stages, num_microbatches, caps, name="1f1b-as", sending="cut-through")
-
-
-def full_overlap_caps(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    send_forward: Sequence[float] = (),
-    send_backward: Sequence[float] = (),
-) -> tuple[int, ...]:
-    """The least K_i with which no transfer delays the steady state of an after-compute pipeline.
-
-    Uniform stages: K_i = 1 + (N−i)(1 + ⌈2SR/(F+B)⌉), one activation per stage less than 1F1B-SO while
-    SR ≤ (F+B)/2. In general, with P = max(F_i+B_i): going back from d_N = F_N, K_N = 1,
-    d = d_{i+1} + F_i + B_{i+1} + SF_i + SB_i, K_i = ⌈(d + B_i)/P⌉, d_i = max(d, (K_i−1)P + F_i).
-    """
-    count = len(forward)
-    sends_f = list(send_forward) or [0.0] * (count - 1)
-    sends_b = list(send_backward) or [0.0] * (count - 1)
-    period = max(f + b for f, b in zip(forward, backward, strict=True))
-    caps = [1] * count
-    delay = forward[-1]
-    for i in range(count - 2, -1, -1):
-        turn = delay + forward[i] + backward[i + 1] + sends_f[i] + sends_b[i]
-        periods = (turn + backward[i]) / period
-        # A quotient a hair over an integer is rounding of the inputs, not one more micro-batch in flight.
-        caps[i] = max(1, int(np.ceil(periods - 1e-9)))
-        delay = max(turn, (caps[i] - 1) * period + forward[i])
-    return tuple(caps)
+    caps = stage_caps(name, [1] * num_stages, num_microbatches)
+    return capped(num_stages, num_microbatches, caps, name=name, sending=sending)
 
 
 def fbp_as(num_stages: int, num_microbatches: int, *, slots: str = "table") -> Schedule:
@@ -182,7 +159,7 @@ def fbp_as(num_stages: int, num_microbatches: int, *, slots: str = "table") -> S
         num_microbatches=num_microbatches,
         placement=tuple((stage,) for stage in range(num_stages)),
         lanes=tuple(lanes),
-        caps=tuple(range(2 * num_stages, 0, -2)),
+        caps=tuple(stage_caps("fbp-as", [1] * num_stages, num_microbatches)),
         sending="cut-through",
         concurrency=rules[slots],
     )
@@ -193,9 +170,8 @@ def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
 
     Here each of the M entries is a mini-batch with an update of its own.
     """
-    require_sizes(num_stages, num_microbatches)
-    base = capped(num_stages, num_microbatches, range(num_stages, 0, -1), name="pipedream")
-    return _replace(base, weight_versions=tuple(range(num_stages, 0, -1)), flushes=False)
+    base = _straight("pipedream", num_stages, num_microbatches)
+    return _replace(base, weight_versions=base.caps, flushes=False)
 
 
 def interleaved(num_ranks: int, num_microbatches: int, *, virtual: int = 2) -> Schedule:
@@ -216,7 +192,7 @@ def interleaved(num_ranks: int, num_microbatches: int, *, virtual: int = 2) -> S
     microbatch = group * num_ranks + offset
     lanes = []
     for rank in range(num_ranks):
-        warm = min(padded * virtual, 2 * (num_ranks - rank - 1) + (virtual - 1) * num_ranks)
+        warm = min(padded * virtual, interleaved_warm_up(num_ranks, rank, virtual))
         plan = _one_f_one_b(rank, 0, warm + 1, position)
         forward = plan.kinds == Kind.F
         chunks = np.where(forward, chunk[plan.microbatches], virtual - 1 - chunk[plan.microbatches])
@@ -356,15 +332,8 @@ def make_schedule(
         return schedule
     if name not in ("gpipe", "1f1b-sno", "1f1b-so"):
         _refuse_replicas(name, replicas)
-    caps = [num_microbatches] * num_stages if name == "gpipe" else _caps_behind(replicas)
-    if name == "1f1b-so":
-        caps = [2 * cap for cap in caps]
+    caps = stage_caps(name, replicas, num_microbatches)
     return capped(num_stages, num_microbatches, caps, name=name, replicas=replicas)
-
-
-def _caps_behind(replicas: Sequence[int]) -> list[int]:
-    """1F1B's K_i with replicas: one micro-batch in flight for every rank from stage i on (N−i+1 without)."""
-    return [sum(replicas[stage:]) for stage in range(len(replicas))]
 
 
 def _refuse_replicas(name: str, replicas: Sequence[int] | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Kind, Schedule
+from bapipe.schedule.inflight import stage_caps, weight_gradient_delays
 from bapipe.schedule.lane_builders import require_sizes, straight_schedule
 
 __all__ = ["zb_h1", "zb_h2", "zero_bubble"]
@@ -36,7 +37,7 @@ def zero_bubble(
         raise BaPipeError(f"{num_stages} stages need {num_stages} caps, got {len(caps)}; give one K per stage")
     if min(caps) < 1:
         raise BaPipeError(f"a cap must be at least 1, got {min(caps)}; a stage must hold one micro-batch")
-    behind = [max(0, caps[0] - cap) for cap in caps] if delays is None else list(delays)
+    behind = weight_gradient_delays(caps) if delays is None else list(delays)
     if len(behind) != num_stages or min(behind) < 0:
         raise BaPipeError(f"{num_stages} stages need {num_stages} delays of at least 0, got {behind[:16]}")
     actions, M = [], num_microbatches
@@ -58,10 +59,12 @@ def zero_bubble(
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """ZB-H1: bubble (N−1)(F+I−W) with 1F1B's memory of N micro-batches at every stage."""
     require_sizes(num_stages, num_microbatches)
-    return zero_bubble(num_stages, num_microbatches, range(num_stages, 0, -1), name="zb-h1")
+    caps = stage_caps("zb-h1", [1] * num_stages, num_microbatches)
+    return zero_bubble(num_stages, num_microbatches, caps, name="zb-h1")
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
     """ZB-H2: bubble (N−1)(F+I−2W) within each rank's own span, with 2N−1 micro-batches at every stage."""
     require_sizes(num_stages, num_microbatches)
-    return zero_bubble(num_stages, num_microbatches, range(2 * num_stages - 1, 0, -2), name="zb-h2")
+    caps = stage_caps("zb-h2", [1] * num_stages, num_microbatches)
+    return zero_bubble(num_stages, num_microbatches, caps, name="zb-h2")

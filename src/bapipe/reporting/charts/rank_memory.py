@@ -39,7 +39,7 @@ def memory_chart(view: MemoryView, *, time: float) -> Chart:
         *(
             (name, name if name != "buffers" else ("buffers and workspace" if view.exact else "receive buffers"))
             for name in _CONSTANT
-            if any(getattr(rank, name) > 0 for rank in ranks)
+            if any(rank.beside_features()[name] > 0 for rank in ranks)
         ),
         ("features", features),
     ]
@@ -48,7 +48,7 @@ def memory_chart(view: MemoryView, *, time: float) -> Chart:
     if len(view.ranks) > len(ranks):
         notes.append(f"the {len(ranks)} fullest of {len(view.ranks)} ranks")
     if not view.exact:
-        notes.append("features inferred from the plan's peak; a profile shows them exactly")
+        notes.append("features inferred from the plan's peak; plan again to see all parts of it")
     parts.append(label(0, bottom + 30, "; ".join(notes), "soft"))
     fullest = by_need[0]
     title = (
@@ -73,8 +73,7 @@ def _panel(
         rect(x, top, width, height, "band"),
     ]
     base = 0.0
-    for name in _CONSTANT:
-        amount = getattr(rank, name)
+    for name, amount in rank.beside_features().items():
         if amount > 0:
             title = f"{name} on rank {rank.rank}: {format_bytes(amount)}"
             parts.append(rect(x, up(base + amount), width, up(base) - up(base + amount), f"{name} edge", title))

@@ -6,11 +6,11 @@ text that comes from a model or a file is escaped and cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from bapipe.analysis.predicted_measured import Comparison, MemoryPair, Pair
 from bapipe.planner.partition.paper.step_record import Step
-from bapipe.records.plan import Plan, PlanStage, Rival
+from bapipe.records.plan import MemoryParts, Plan, PlanStage, Rival
 from bapipe.reporting.charts.alternatives import pareto_front, rivals_chart
 from bapipe.reporting.charts.balance import balance_chart, balance_of
 from bapipe.reporting.charts.frame import Chart, safe
@@ -207,23 +207,23 @@ def _memory(subject: Subject, chart: Chart) -> str:
     rows = []
     for number, stage in enumerate(subject.plan.stages):
         rank = next(rank for rank in subject.memory.ranks if number in rank.stages)
+        parts = rank.parts
         rows.append(
             [
                 str(number),
                 size(stage.memory_bytes),
                 size(stage.memory_capacity),
-                size(stage.weight_bytes),
-                size(rank.gradients),
-                size(rank.optimizer),
-                size(rank.buffers),
-                size(rank.peak_features),
+                size(parts.weights),
+                size(parts.gradients),
+                size(parts.optimizer),
+                size(parts.features),
+                size(parts.buffers),
+                size(parts.workspace),
             ]
         )
-    headers = ["stage", "peak", "capacity", "weights", "gradients", "optimizer", "buffers", "features at most"]
+    headers = ["stage", "peak", "capacity", *(field.name for field in fields(MemoryParts))]
     shared = any(len(rank.stages) > 1 for rank in subject.memory.ranks)
-    words = (
-        "<p>Gradients, optimizer, buffers and features are those of the stage's whole rank.</p>" if shared else ""
-    )
+    words = "<p>The parts are those of the peak of the stage's whole rank.</p>" if shared else ""
     return section("memory", "Memory", picture(chart), words, table("memory", headers, rows))
 
 

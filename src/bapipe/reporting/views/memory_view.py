@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.evaluate import OPTIMIZER_COPIES
-from bapipe.records.plan import Plan
-from bapipe.schedule.actions import Kind
+from bapipe.records.plan import MemoryParts, Plan
 from bapipe.simulator.timeline import Timeline
 
 __all__ = ["MemoryView", "RankMemory", "memory_view"]
@@ -20,36 +18,38 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankMemory:
-    """Bytes on one rank; all but the features stay the same for the whole mini-batch."""
+    """Bytes on one rank."""
 
     rank: int
     accelerator: str
     stages: tuple[int, ...]
     capacity: float
-    weights: float
-    """every version that the schedule keeps"""
-    gradients: float
-    """those that are there when the memory is fullest"""
-    optimizer: float
-    buffers: float
-    """for what is received ahead, and the largest layer's workspace where a profile tells it"""
+    peak: float
+    parts: MemoryParts
+    """of the peak"""
     times: Floats
     """seconds at which the features change"""
     features: Floats
     """bytes live from that time on"""
 
     @property
-    def constant(self) -> float:
-        """All but the features."""
-        return self.weights + self.gradients + self.optimizer + self.buffers
-
-    @property
     def peak_features(self) -> float:
+        """At any time; more than at the peak where other parts are less meanwhile."""
         return float(self.features.max(initial=0.0))
 
-    @property
-    def peak(self) -> float:
-        return self.constant + self.peak_features
+    def beside_features(self) -> dict[str, float]:
+        """The other parts as at the peak, less what is not there when features are at their most."""
+        parts = self.parts
+        over = max(0.0, self.peak_features - parts.features)
+        buffers = max(0.0, parts.buffers + parts.workspace - over)
+        over -= parts.buffers + parts.workspace - buffers
+        gradients = max(0.0, parts.gradients - over)
+        return {
+            "weights": parts.weights,
+            "gradients": gradients,
+            "optimizer": parts.optimizer,
+            "buffers": buffers,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,107 +63,49 @@ class MemoryView:
 
 
 def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
-    """Memory of each rank over the plan's predicted timeline; every peak is the plan's `memory_bytes`.
-
-    Where the plan does not tell its stages' stash, or counts memory by another rule, features are inferred from
-    the plan's peak.
-    """
-    stash = [stage.stash_bytes for stage in plan.stages]
-    kept = [stage.kept_bytes for stage in plan.stages]
-    if None not in stash and None not in kept:
-        delayed = [stage.delayed_bytes for stage in plan.stages]
-        later = [whole if own is None else own for own, whole in zip(delayed, stash, strict=True)]
-        series = timeline.bytes_over_time(
-            [item or 0.0 for item in stash], [item or 0.0 for item in kept], [item or 0.0 for item in later]
-        )
-        ranks = tuple(_at_the_peak(plan, rank, timeline) for rank in _ranks(plan, series))
-        if _agrees(plan, ranks):
-            return MemoryView(ranks=ranks, exact=True)
-    return MemoryView(ranks=_inferred(plan, timeline), exact=False)
-
-
-def _ranks(plan: Plan, series: list[tuple[Floats, Floats]]) -> tuple[RankMemory, ...]:
-    copies = OPTIMIZER_COPIES[plan.optimizer]
-    versions = plan.schedule.to_schedule().weight_versions or (1,) * len(plan.stages)
-    found = []
+    """Memory of each rank over the plan's predicted timeline; every peak is the plan's `memory_bytes`."""
+    told = [stage.stash_bytes is not None for stage in plan.stages]
+    stash = [stage.stash_bytes or 0.0 for stage in plan.stages]
+    kept = [stage.kept_bytes or 0.0 for stage in plan.stages]
+    delayed = [stage.delayed_bytes for stage in plan.stages]
+    later = [whole if own is None else own for own, whole in zip(delayed, stash, strict=True)]
+    series = timeline.bytes_over_time(stash, kept, later)
+    live = timeline.bytes_over_time([1.0] * len(stash))
+    ranks = []
     for rank, name in enumerate(plan.ranks):
-        own = [number for number, stage in enumerate(plan.stages) if name in stage.accelerators]
-        weights = sum(plan.stages[number].weight_bytes for number in own)
-        workspace = max((plan.stages[number].workspace_bytes or 0.0 for number in own), default=0.0)
-        found.append(
+        own = tuple(number for number, stage in enumerate(plan.stages) if name in stage.accelerators)
+        fullest = max((plan.stages[number] for number in own), key=lambda stage: stage.memory_bytes)
+        parts = fullest.memory_parts or _inferred(plan, own)
+        times, features = series[rank]
+        if fullest.memory_parts is None or not all(told[number] for number in own):
+            times, features = live[rank]
+            features = features * (parts.features / max(1.0, float(features.max(initial=0.0))))
+        ranks.append(
             RankMemory(
                 rank=rank,
                 accelerator=name,
-                stages=tuple(own),
+                stages=own,
                 capacity=min(plan.stages[number].memory_capacity for number in own),
-                weights=sum(plan.stages[number].weight_bytes * versions[number] for number in own),
-                gradients=weights,
-                optimizer=weights * copies,
-                buffers=sum(plan.stages[number].buffer_bytes or 0.0 for number in own) + workspace,
-                times=series[rank][0],
-                features=series[rank][1],
+                peak=fullest.memory_bytes,
+                parts=parts,
+                times=times,
+                features=features,
             )
         )
-    return tuple(found)
+    return MemoryView(ranks=tuple(ranks), exact=all(stage.memory_parts is not None for stage in plan.stages))
 
 
-def _at_the_peak(plan: Plan, rank: RankMemory, timeline: Timeline) -> RankMemory:
-    """Without the buffers that are not in use when features fill the memory, nor gradients that are not there yet:
-    in orders that run all forwards first."""
-    over = max(0.0, rank.peak - max(plan.stages[number].memory_bytes for number in rank.stages))
-    full = rank.times[rank.features >= rank.peak_features * (1 - 1e-9)]
-    makes = (timeline.ranks == rank.rank) & np.isin(timeline.kinds, [int(Kind.B), int(Kind.W)])
-    there = bool((timeline.start[makes] < full.max(initial=0.0)).any())
-    left = {"gradients": rank.gradients, "buffers": rank.buffers}
-    for part in ("buffers", "gradients") if there else ("gradients", "buffers"):
-        taken = min(over, left[part])
-        left[part] -= taken
-        over -= taken
-    return replace(rank, gradients=left["gradients"], buffers=left["buffers"])
+def _inferred(plan: Plan, own: tuple[int, ...]) -> MemoryParts:
+    """Of a plan that does not tell: the copies of the weights, and the rest of the peak as features.
 
-
-def _agrees(plan: Plan, ranks: tuple[RankMemory, ...]) -> bool:
-    return all(
-        math.isclose(
-            stage.memory_bytes,
-            max(rank.peak for rank in ranks if number in rank.stages),
-            rel_tol=1e-6,
-            abs_tol=1.0,
-        )
-        for number, stage in enumerate(plan.stages)
-    )
-
-
-def _inferred(plan: Plan, timeline: Timeline) -> tuple[RankMemory, ...]:
-    """Features as the plan's peak leaves them, in proportion to the micro-batches live at the time."""
-    plain = _ranks(plan, timeline.bytes_over_time([1.0] * len(plan.stages)))
-    recomputes = bool((timeline.kinds == Kind.R).any())
-    ranks = []
-    for rank in plain:
-        peak = max(plan.stages[number].memory_bytes for number in rank.stages)
-        left = peak - rank.constant
-        most = rank.peak_features
-        if recomputes or most <= 0 or left < 0:
-            # Counting live micro-batches would not give the shape: show the peak throughout.
-            level = np.full(len(rank.times[:1]), max(0.0, left))
-            ranks.append(_with_features(rank, peak, rank.times[:1] * 0.0, level))
-        else:
-            ranks.append(_with_features(rank, peak, rank.times, rank.features * (left / most)))
-    return tuple(ranks)
-
-
-def _with_features(rank: RankMemory, peak: float, times: Floats, features: Floats) -> RankMemory:
-    """The rank with other features; where its parts exceed the plan's peak, they are shown as one."""
-    known = rank.constant <= peak
-    return RankMemory(
-        rank=rank.rank,
-        accelerator=rank.accelerator,
-        stages=rank.stages,
-        capacity=rank.capacity,
-        weights=rank.weights if known else 0.0,
-        gradients=rank.gradients if known else 0.0,
-        optimizer=rank.optimizer if known else 0.0,
-        buffers=rank.buffers if known else peak,
-        times=times,
-        features=features,
-    )
+    Where these copies exceed the peak, which then was counted by another rule, all of it is shown as buffers.
+    """
+    stages = [plan.stages[number] for number in own]
+    versions = plan.schedule.to_schedule().weight_versions or (1,) * len(plan.stages)
+    weights = sum(stage.weight_bytes for stage in stages)
+    held = sum(plan.stages[number].weight_bytes * versions[number] for number in own)
+    peak, state = max(stage.memory_bytes for stage in stages), OPTIMIZER_COPIES[plan.optimizer] * weights
+    rest = peak - held - weights - state
+    if rest < 0:
+        return MemoryParts(weights=0.0, gradients=0.0, optimizer=0.0, features=0.0, buffers=peak, workspace=0.0)
+    return MemoryParts(weights=held, gradients=weights, optimizer=state, features=rest, buffers=0.0, workspace=0.0)

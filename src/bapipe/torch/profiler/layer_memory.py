@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bapipe.costs.stage_memory import needed_beyond
 from bapipe.torch.device.cuda_workspaces import release_workspaces
 from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
 from bapipe.torch.profiler.measurement import Measurement, SizeMemory
@@ -254,8 +256,7 @@ def predicted_peak(measured: Measurement, microbatch: int) -> float | None:
         return None
     copies = 1 + OPTIMIZER_COPIES[measured.optimizer]
     output = memory.boundary_forward[-1] + memory.boundary_backward[-1]
-    most, held, last = 0.0, 0.0, len(memory.stash) - 1
-    for index, (stash, workspace) in enumerate(zip(memory.stash, memory.workspace, strict=True)):
-        held += stash
-        most = max(most, held + workspace + (output if index < last else 0.0))
-    return max(known) + measured.state_bytes + copies * measured.gradient_bytes + most
+    held, layers = np.cumsum(memory.stash), np.arange(len(memory.stash))
+    beyond = needed_beyond(np.array(memory.workspace), held, layers, np.full(len(held), output))
+    always = max(known) + measured.state_bytes + copies * measured.gradient_bytes
+    return always + float(held[-1] + beyond[-1]) + output

@@ -23,7 +23,9 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bapipe.costs.stage_memory import HeldBytes
 from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.schedule.inflight import live_microbatches
 
 __all__ = ["UNLIMITED", "Choice", "Communication", "PartitionStage", "Problem", "Recompute", "Solution", "score"]
 
@@ -126,7 +128,7 @@ class Problem:
             **dict.fromkeys(("weights_bytes", "stash_bytes", "input_bytes", "gradient_bytes"), zeros),
             "capacity": np.full(types, UNLIMITED),
             "overhead": np.zeros(types),
-            "inflight": np.arange(int(np.sum(counts)) + 1),
+            "inflight": [live_microbatches("1f1b", d, microbatches) for d in range(int(np.sum(counts)) + 1)],
             "reduce_rate": np.zeros(rest.get("max_replicas", 1) + 1),
             "update": np.zeros((types, layers)),
         }
@@ -270,18 +272,21 @@ def _stage(problem: Problem, choice: Choice, accelerators: int) -> PartitionStag
     backward = float(problem.backward[choice.type, span].sum())
     live = min(problem.microbatches, int(problem.inflight[accelerators]))
     live = -(-live // choice.replicas)
-    stash = int(problem.stash_bytes[span].sum())
-    memory = int(problem.overhead[choice.type]) + int(problem.weights_bytes[span].sum())
     if choice.recompute:
         backward += forward
-        memory += live * int(problem.input_bytes[choice.first_layer]) + stash
-    else:
-        memory += live * stash
+    needed = HeldBytes(
+        weights=int(problem.weights_bytes[span].sum()),
+        stash=int(problem.stash_bytes[span].sum()),
+        delayed=0,
+        kept=int(problem.input_bytes[choice.first_layer]),
+        buffers=0,
+        workspace=int(problem.overhead[choice.type]),
+    )
     return PartitionStage(
         **{field.name: getattr(choice, field.name) for field in fields(Choice)},
         forward=forward,
         backward=backward,
-        memory=memory,
+        memory=int(needed.held(1, live, recompute=choice.recompute)),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bapipe.costs.segments import Chain
+from bapipe.costs.stage_time import UnitSeconds
 
 __all__ = ["Cuts", "hill_climb", "prefix_work", "stage_times", "starts"]
 
@@ -20,7 +21,7 @@ Cuts = tuple[int, ...]
 
 def prefix_work(chain: Chain) -> list[list[float]]:
     """Per type, units + 1 running sums of forward plus backward; lists, because they are read one by one."""
-    sums = np.cumsum(chain.work, axis=1)
+    sums = np.cumsum(UnitSeconds.of(chain).work, axis=1)
     return [[0.0, *row] for row in sums.tolist()]
 
 

@@ -124,8 +124,7 @@ class Profile:
             )
         above = int(np.searchsorted(sizes, microbatch))
         below = above if sizes[above] == microbatch else above - 1
-        share = 0.0 if above == below else (microbatch - sizes[below]) / (sizes[above] - sizes[below])
-
+        share = 0.0 if above == below else float((microbatch - sizes[below]) / (sizes[above] - sizes[below]))
         found: dict[str, Any] = {}
         for name, rule in COST_FIELDS.items():
             told, instead = getattr(table, name), rule.unknown
@@ -135,8 +134,11 @@ class Profile:
             elif rule.per != "layer":
                 value = told[below]
                 if above != below:
-                    value = (1 - share) * np.array(value) + share * np.array(told[above])
-            found[name] = float(value) if rule.per == "size" else np.full(len(self.layers), value)
+                    value = np.array(value) * (1 - share) + np.array(told[above]) * share
+            if rule.per == "size":
+                found[name] = float(value)
+            else:
+                found[name] = np.full(len(self.layers), value) if isinstance(value, float) else np.asarray(value)
         return LayerCosts(
             **found,
             microbatch=microbatch,

@@ -34,6 +34,7 @@ __all__ = [
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Amount = TypeVar("Amount", float, Floats)
+_PHASES = ("forward_workspace", "backward_workspace", "weight_workspace")
 _MESSAGES = 0.02
 """share of the memory up to which `UnitBytes` counts messages"""
 
@@ -108,8 +109,8 @@ class UnitBytes:
     stash: Floats
     delayed: Floats
     inputs: Floats
-    crossing: Floats
-    """the larger of a message after the unit and the error for it"""
+    crossing: tuple[Floats, Floats]
+    """a message after the unit, and the error for it"""
     workspace: float
 
     @classmethod
@@ -121,12 +122,12 @@ class UnitBytes:
             delayed=chain.delayed,
             inputs=chain.input_bytes,
             workspace=chain.workspace,
-            crossing=np.maximum(chain.boundary_forward, chain.boundary_backward),
+            crossing=(chain.boundary_forward, chain.boundary_backward),
         )
 
     def overhead(self, capacity: float) -> float:
         """Workspace and messages, on an accelerator of so much memory."""
-        return self.workspace + min(2 * float(self.crossing.max()), _MESSAGES * capacity)
+        return self.workspace + min(2 * float(np.max(self.crossing)), _MESSAGES * capacity)
 
     def as_live(self, live: int, waiting: int) -> int:
         """Micro-batches as if all were live: one that waits for its weight gradients counts as it weighs."""
@@ -145,8 +146,7 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
 
     `parted`: its backward may be done in two parts, for which it keeps what it received, needed or not.
     """
-    held = _by_last(chain, first, last, parted=parted)
-    spaces = _workspaces(chain, first, last, ("forward_workspace", "backward_workspace", "weight_workspace"))
+    held, spaces = _by_last(chain, first, last, _PHASES, parted=parted)
     ahead, back = chain.boundary_forward, chain.boundary_backward
     return StageBytes(
         weights=float(held.weights[-1]),
@@ -159,7 +159,7 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
         answered=float(back[first - 1]) if first else 0.0,
         sent=float(ahead[last]),
         returned=float(back[last]),
-        **{name: float(values[-1]) for name, values in spaces.items()},
+        **{name: float(values[-1]) for name, values in spaces.items() if name != "unit_workspace"},
     )
 
 
@@ -171,7 +171,7 @@ def stages_bytes(chain: Chain, spans: Sequence[tuple[int, int]], schedule: Sched
 
 def stage_weights(chain: Chain, first: int, last: int) -> float:
     """Of the units `first` to `last`, included: one copy."""
-    return float(_weights(chain, first, last)[-1])
+    return float(_weights(chain, UnitBytes.of(chain), first, last)[-1])
 
 
 def every_run_bytes(chain: Chain) -> HeldBytes[Floats]:
@@ -179,45 +179,49 @@ def every_run_bytes(chain: Chain) -> HeldBytes[Floats]:
     units = len(chain)
     found = {name: np.zeros((units, units)) for name in ("weights", "stash", "delayed", "buffers", "workspace")}
     for first in range(units):
-        own = _by_last(chain, first, units - 1)
+        own, _ = _by_last(chain, first, units - 1)
         for name, values in found.items():
             values[first, first:] = getattr(own, name)
     return HeldBytes(kept=UnitBytes.of(chain).inputs[:, None], **found)
 
 
-def _by_last(chain: Chain, first: int, end: int, *, parted: bool = True) -> HeldBytes[Floats]:
-    """Of the stages that begin with the unit `first`, by their last unit, up to `end`."""
+def _by_last(
+    chain: Chain, first: int, end: int, phases: Sequence[str] = (), *, parted: bool = True
+) -> tuple[HeldBytes[Floats], dict[str, Floats]]:
+    """Of the stages that begin with the unit `first`, by their last unit, up to `end`; and the workspaces of these
+    phases."""
     units, own = UnitBytes.of(chain), slice(first, end + 1)
     before, after = (missing[own] for missing in missing_shares(chain))
     begins, cut, part = bool(before[0] > 0), after > 0, chain.part_stash[own]
     sent, returned = chain.boundary_forward[own], chain.boundary_backward[own]
     came = float(chain.boundary_forward[first - 1] + chain.boundary_backward[first - 1]) if first else 0.0
     features = np.cumsum(units.stash[own])
-    if begins or cut.any():
-        features += np.where(cut, part, 0.0) + (part[0] if begins else 0.0)
     stash = features + sent
     if begins or cut.any():
-        stash -= _counted_twice(chain, first, end)
+        parts = np.where(cut, part, 0.0) + (part[0] if begins else 0.0)
+        features, stash = features + parts, stash + parts - _counted_twice(chain, first, end)
     if begins:
         resident = chain.resident_input[first] - _passed_on(chain, first, end)
         stash += resident if parted else np.minimum(resident, chain.kept_input[first])
     if first and not parted:
         stash -= chain.saved_before[first]
-    return HeldBytes(
-        weights=_weights(chain, first, end),
+    spaces = _workspaces(chain, units, first, end, ("unit_workspace", *phases))
+    held = HeldBytes(
+        weights=_weights(chain, units, first, end),
         stash=stash,
-        delayed=_delayed(chain, first, end) if first else features + returned,
+        delayed=_delayed(chain, units, first, end) if first else features + returned,
         kept=np.full(1, units.inputs[first]),
         buffers=2 * (came + sent + returned),
-        workspace=_workspaces(chain, first, end, ("unit_workspace",))["unit_workspace"],
+        workspace=spaces["unit_workspace"],
     )
+    return held, spaces
 
 
-def _weights(chain: Chain, first: int, end: int) -> Floats:
+def _weights(chain: Chain, units: UnitBytes, first: int, end: int) -> Floats:
     before, after = missing_shares(chain)
     shared, own = chain.shared_weight_bytes, slice(first, end + 1)
     more = before[first] * shared[first] + after[own] * shared[own]
-    return np.asarray(np.cumsum(UnitBytes.of(chain).weights[own]) + more, dtype=np.float64)
+    return np.asarray(np.cumsum(units.weights[own]) + more, dtype=np.float64)
 
 
 def _passed_on(chain: Chain, first: int, end: int) -> Floats:
@@ -272,15 +276,15 @@ def needed_beyond(needed: Floats, held: Floats, layers: Ints, common: Floats) ->
     most = np.maximum.accumulate(whole, axis=-1)
     if common.any():
         begins = np.searchsorted(layers, layers)
-        edges, place = np.unique(begins, return_inverse=True)
+        edges = np.flatnonzero(begins == np.arange(len(begins)))
         nothing = np.full((*whole.shape[:-1], 1), -np.inf)
         earlier = np.concatenate([nothing, most], axis=-1)[..., begins]
-        own = np.maximum.reduceat(whole, edges, axis=-1)[..., place]
+        own = np.maximum.reduceat(whole, edges, axis=-1)[..., np.searchsorted(edges, begins)]
         most = np.where(common > 0, np.maximum(earlier, own - common), most)
     return np.asarray(most - held, dtype=np.float64)
 
 
-def _workspaces(chain: Chain, first: int, end: int, kinds: Sequence[str]) -> dict[str, Floats]:
+def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Sequence[str]) -> dict[str, Floats]:
     """By last unit, most of what a layer needs beyond all stashes, and what libraries keep: of these kinds, and of
     backwards and weight gradients that make the gradients, which all count as being there.
 
@@ -289,7 +293,7 @@ def _workspaces(chain: Chain, first: int, end: int, kinds: Sequence[str]) -> dic
     off its whole backward.
     """
     own, begins = slice(first, end + 1), chain.units[first].start > 0
-    layers, held = _columns(chain, own)[0], np.cumsum(UnitBytes.of(chain).stash[own])
+    layers, held = _columns(chain, own)[0], np.cumsum(units.stash[own])
     library = np.maximum.accumulate(chain.library[own])
 
     def needed(kind: str) -> Floats:
@@ -298,7 +302,7 @@ def _workspaces(chain: Chain, first: int, end: int, kinds: Sequence[str]) -> dic
 
     rows = {kind: needed(kind) for kind in kinds if kind != "weight_workspace"}
     if "weight_workspace" in kinds:
-        gradients = np.cumsum(UnitBytes.of(chain).weights[own])
+        gradients = np.cumsum(units.weights[own])
         rows["first_backward_workspace"] = rows["backward_workspace"] - gradients
     found = dict(
         zip(
@@ -325,11 +329,11 @@ def _in_messages(chain: Chain) -> Floats:
     return np.where(_all_columns(chain)[2], 0.0, np.minimum(chain.unit_workspace, both))
 
 
-def _delayed(chain: Chain, first: int, end: int) -> Floats:
+def _delayed(chain: Chain, units: UnitBytes, first: int, end: int) -> Floats:
     """What waits for weight gradients that are put off, by last unit; not of a first stage, which has no input
     gradient and puts off all of its backward. Part of a layer needs all of its input."""
     own, apart = slice(first, end + 1), int(put_off_from(chain)[first])
-    values = np.where(np.arange(first, end + 1) >= apart, UnitBytes.of(chain).delayed[own], 0.0)
+    values = np.where(np.arange(first, end + 1) >= apart, units.delayed[own], 0.0)
     before, after = (missing[own] for missing in missing_shares(chain))
     inputs = np.where(values > 0, np.where(before > 0, chain.resident_input[own], chain.input_bytes[own]), 0.0)
     return np.asarray(np.cumsum(values) + before[0] * inputs[0] + after * inputs, dtype=np.float64)

@@ -8,7 +8,7 @@ of the slowest. The same code serves a list of stages and every run of units at 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 Ints = NDArray[np.int64]
+_FIELDS = ("forward", "backward", "work", "weight_gradient", "parting", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,12 +87,13 @@ class StageSeconds:
     @functools.cached_property
     def work(self) -> Floats:
         """Forward plus backward, of the type that is slowest at both together."""
-        return self._slowest("forward", "backward")
+        return self._slowest("work")
 
     @functools.cached_property
     def weight_gradient(self) -> Floats:
         """What of the backward can be put off. A first stage sends no error on: all of its backward."""
-        own = self._slowest("weight_gradient", first=put_off_from(self.chain)[self.first])
+        begin = put_off_from(self.chain)[self.first]
+        own = self._slowest("weight_gradient", None if (begin == self.first).all() else begin)
         return np.where(self.first == 0, self.backward, np.minimum(own, self.backward))
 
     @functools.cached_property
@@ -104,13 +106,21 @@ class StageSeconds:
         """Of an optimizer step: all weights of a layer where every part of it holds them all."""
         return self._slowest("update")
 
-    def _slowest(self, *fields: str, first: Ints | None = None) -> Floats:
-        """The sum of these figures of the units, from `first` on, and of what the ends add."""
-        units, (begins, ends) = UnitSeconds.of(self.chain), _at_ends(self.chain)
-        values = _added(getattr(units, field)[self.rows] for field in fields)
-        found = run_sums(values, self.first if first is None else first, self.last)
-        if fields[0] in begins:
-            begin, end = (_added(table[field][self.rows] for field in fields) for table in (begins, ends))
+    @functools.cached_property
+    def _together(self) -> Floats:
+        """[field, row, stage] all sums at once: as many calls as there are stages, not as stages and fields."""
+        return run_sums(_stacked(self.chain)[:, self.rows], self.first, self.last)
+
+    def _slowest(self, field: str, first: Ints | None = None) -> Floats:
+        """The sum of the units' figures, from `first` on, and what the ends add."""
+        begins, ends = _at_ends(self.chain)
+        if first is None and self.first.ndim == 1:
+            found = self._together[_FIELDS.index(field)]
+        else:
+            values = _stacked(self.chain)[_FIELDS.index(field), self.rows]
+            found = run_sums(values, self.first if first is None else first, self.last)
+        if field in begins:
+            begin, end = begins[field][self.rows], ends[field][self.rows]
             found = found + (begin[:, self.first] + end[:, self.last])
         held = found if self.on is None else np.where(self.on, found, -np.inf)
         return np.asarray(held[0] if len(held) == 1 else held.max(axis=0), dtype=np.float64)
@@ -127,10 +137,6 @@ def run_sums(values: Floats, first: Ints, last: Ints) -> Floats:
         return np.stack([values[..., begin : end + 1].sum(axis=-1) for begin, end in runs], axis=-1)
     sums = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
     return np.asarray(np.maximum(0.0, sums[..., last + 1] - sums[..., first]), dtype=np.float64)
-
-
-def _added(values: Iterable[Floats]) -> Floats:
-    return functools.reduce(np.add, values)
 
 
 def stage_seconds(
@@ -173,11 +179,19 @@ def missing_shares(chain: Chain) -> tuple[Floats, Floats]:
 
 
 @functools.lru_cache(maxsize=16)
+def _stacked(chain: Chain) -> Floats:
+    """[field, type, unit]"""
+    units = UnitSeconds.of(chain)
+    return np.stack([getattr(units, field) for field in _FIELDS])
+
+
+@functools.lru_cache(maxsize=16)
 def _at_ends(chain: Chain) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """[type, unit] what a stage that begins with the unit takes on top, inside a layer, and one that ends so."""
     share = np.array([unit.share for unit in chain.units])
     weights = np.where(chain.shared_weight_bytes > 0, UnitSeconds.of(chain).update / share, 0.0)
     parts = {"forward": chain.part_forward, "backward": chain.part_backward}
+    parts["work"] = chain.part_forward + chain.part_backward
     begins, ends = (
         {name: np.where(missing > 0, more, 0.0) for name, more in parts.items()} | {"update": missing * weights}
         for missing in missing_shares(chain)

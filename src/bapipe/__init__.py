@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "Action",
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from bapipe.hardware.cluster import Cluster
     from bapipe.hardware.cluster_file import read_cluster
     from bapipe.models.layers import Model
-    from bapipe.planner.evaluate import Optimizer
     from bapipe.records.plan import Plan, read_plan, write_plan
     from bapipe.records.run_record import RunRecord, read_run
     from bapipe.reporting.html.write_report import write_report
@@ -134,7 +133,7 @@ def plan(
         schedule=schedule,
         stages=stages,
         strategy=strategy,
-        optimizer=cast("Optimizer", optimizer),
+        optimizer=optimizer,
         split_layers=split_layers,
     )
     hardware = cluster if isinstance(cluster, Cluster) else read_cluster(str(cluster))

@@ -12,11 +12,12 @@ from click.core import ParameterSource
 
 from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
+from bapipe.costs.optimizers import OPTIMIZERS
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
-from bapipe.planner.evaluate import OPTIMIZER_COPIES, plan_timeline
+from bapipe.planner.evaluate import plan_timeline
 from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
 from bapipe.records.plan import Plan, write_plan
 from bapipe.units import format_bytes, format_seconds
@@ -38,7 +39,7 @@ __all__ = ["plan_command"]
 @click.option("--strategy", default="exact", show_default=True, help=", ".join(STRATEGIES) + ".")
 @click.option("--space", type=click.Choice(["full", "paper"]), default="full", show_default=True,
               help="paper: N straight stages, or data parallelism without accumulation.")  # fmt: skip
-@click.option("--optimizer", type=click.Choice(list(OPTIMIZER_COPIES)), default="sgd", show_default=True)
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="sgd", show_default=True)
 @click.option(
     "--dtype",
     default="fp32",

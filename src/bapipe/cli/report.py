@@ -102,14 +102,11 @@ def _profile(plan: Plan, model: str | None) -> Profile | None:
 
 
 def _steps(plan: Plan, profile: Profile | None) -> tuple[Step, ...]:
-    from typing import cast
-
     from bapipe.errors import BaPipeError
     from bapipe.planner import Request, explore
-    from bapipe.planner.evaluate import Optimizer
 
     if profile is None:
         raise BaPipeError("--explain explores again and needs what was planned; give --profile profile.json")
-    request = Request(strategy="bapipe", minibatch=plan.minibatch, optimizer=cast(Optimizer, plan.optimizer))
+    request = Request(strategy="bapipe", minibatch=plan.minibatch, optimizer=plan.optimizer)
     found = explore(profile, plan.cluster, request)
     return next((each.candidate.steps for each in found.considered if each.candidate.steps), ())

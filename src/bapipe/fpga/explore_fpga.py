@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bapipe.costs.optimizers import find_optimizer
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.fpga.assumptions import Parameters
 from bapipe.fpga.board import Board, boards_of, require_transceivers
@@ -20,7 +21,6 @@ from bapipe.fpga.schedule_rules import FPGA_SCHEDULES, Rule
 from bapipe.fpga.stage_sizing import StageLoad
 from bapipe.hardware.cluster import Cluster
 from bapipe.models.layers import Model
-from bapipe.planner.evaluate import OPTIMIZER_COPIES
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.planner.partition.paper.straight_cuts import hill_climb
 from bapipe.planner.request import Request
@@ -79,7 +79,7 @@ class _Setting:
             boards=self.boards[offset : offset + depth],
             links=links,
             rule=rule,
-            copies=OPTIMIZER_COPIES[self.request.optimizer],
+            copies=find_optimizer(self.request.optimizer).state,
             parameters=self.parameters,
             tables=self.tables,
         )
@@ -131,7 +131,7 @@ def explore_fpga(
         found = {name: _polish(outcome) for name, outcome in found.items()}
     if not found:
         raise _nothing_fits(setting)
-    copies = OPTIMIZER_COPIES[request.optimizer]
+    copies = find_optimizer(request.optimizer).state
     return FpgaExploration(
         request=request,
         parameters=parameters,

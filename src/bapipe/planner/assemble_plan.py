@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Literal
 
+from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.peak_memory import message_bytes
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import stages_bytes
@@ -168,10 +169,6 @@ def _cause(evaluation: Evaluation) -> str:
     return max(list(parts)[1:], key=lambda name: parts[name])
 
 
-_ALIKE = {"adam": ("adamw",)}
-"""optimizers whose step takes as long"""
-
-
 def _notes(found: Exploration) -> tuple[str, ...]:
     chain = found.best.candidate.chain
     notes = [
@@ -200,7 +197,7 @@ def _notes(found: Exploration) -> tuple[str, ...]:
             )
     wanted = found.request.optimizer
     timed = {found.profile.table(name).optimizer or "" for name in chain.types}
-    others = sorted(timed - {"", wanted, *_ALIKE.get(wanted, ())})
+    others = sorted(timed - {"", wanted, *find_optimizer(wanted).steps_like})
     if others:
         notes.append(
             f"the update is timed with {', '.join(others)} but planned for {wanted}: profile with "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
+from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.peak_memory import PeakBytes, rank_peaks
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import Chain, holds_all_weights
@@ -25,11 +25,9 @@ from bapipe.simulator.timeline import Timeline
 
 __all__ = [
     "DDP_BUCKET",
-    "OPTIMIZER_COPIES",
     "Candidate",
     "Evaluation",
     "Hardware",
-    "Optimizer",
     "StageChoice",
     "all_reduce_time",
     "evaluate",
@@ -40,13 +38,8 @@ __all__ = [
     "stage_costs",
 ]
 
-Optimizer = Literal["sgd", "momentum", "adam"]
 DDP_BUCKET = 25e6
 """bytes of gradients that torch's DDP reduces at once by default; the last such bucket cannot overlap"""
-OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2}
-"""state held by torch's optimizer, in copies of the weights"""
-_UPDATE_COPIES = {"sgd": 0, "momentum": 0, "adam": 1}
-"""what its step makes for a moment, in copies of the weights: Adam the roots of all second moments at once"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +71,17 @@ class Hardware:
     """The cluster and the rules that turn a profile into memory and time."""
 
     cluster: Cluster
-    optimizer: Optimizer = "sgd"
+    optimizer: str = "sgd"
     overlap_all_reduce: bool = True
     """data parallelism reduces a bucket as soon as its gradients are there, as DDP does"""
 
     def static_copies(self) -> int:
         """Weights, gradients and optimizer state, in copies of the weights."""
-        return 2 + OPTIMIZER_COPIES[self.optimizer]
+        return 2 + find_optimizer(self.optimizer).state
 
     def update_copies(self) -> int:
         """Those and what the optimizer's step makes besides."""
-        return self.static_copies() + _UPDATE_COPIES[self.optimizer]
+        return self.static_copies() + find_optimizer(self.optimizer).workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import OPTIMIZER_COPIES, Optimizer
 
 __all__ = [
     "SCHEDULE_NAMES",
@@ -53,7 +53,7 @@ class Request:
     strategy: str = "exact"
     space: Literal["full", "paper"] = "full"
     """paper: N straight stages without recomputation, or data parallelism without accumulation"""
-    optimizer: Optimizer = "sgd"
+    optimizer: str = "sgd"
     split_layers: bool = False
     """whether the exact strategy may split a layer between two stages"""
 
@@ -68,8 +68,7 @@ class Request:
                 f"unknown schedule '{self.schedule[:40]}'{nearest(self.schedule, SCHEDULE_NAMES)}; "
                 f"known: {', '.join(SCHEDULE_NAMES)}"
             )
-        if self.optimizer not in OPTIMIZER_COPIES:
-            raise BaPipeError(f"unknown optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZER_COPIES)}")
+        find_optimizer(self.optimizer)
         for name in ("minibatch", "microbatch", "cap", "stages"):
             value = getattr(self, name)
             if value is not None and value < 1:

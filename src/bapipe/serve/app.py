@@ -18,12 +18,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from bapipe.costs.optimizers import OPTIMIZERS
 from bapipe.errors import BaPipeError
 from bapipe.hardware.catalog import catalog_aliases, load_catalog
 from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
 from bapipe.models.builtin import BUILTIN_NAMES
 from bapipe.planner import STRATEGIES
-from bapipe.planner.evaluate import OPTIMIZER_COPIES
 from bapipe.planner.request import SCHEDULE_NAMES
 from bapipe.reporting.drawing.action_styles import LOOKS
 from bapipe.reporting.drawing.patterns import patterns
@@ -148,7 +148,7 @@ async def _choices(request: Request) -> Response:
             "aliases": catalog_aliases(),
             "schedules": list(SCHEDULE_NAMES),
             "strategies": list(STRATEGIES),
-            "optimizers": list(OPTIMIZER_COPIES),
+            "optimizers": list(OPTIMIZERS),
             "dtypes": list(DTYPE_BYTES),
             "most_accelerators": MOST_ACCELERATORS,
             "largest_minibatch": LARGEST_MINIBATCH,

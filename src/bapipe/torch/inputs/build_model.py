@@ -13,17 +13,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from bapipe.costs.optimizers import find_optimizer
 from bapipe.errors import BaPipeError, nearest
 from bapipe.models.layers import ModelRef
 from bapipe.torch.capturing.torch_internals import flatten, unflatten
 from bapipe.torch.device.dtypes import find_dtype
 
-__all__ = ["OPTIMIZERS", "BuiltModel", "Loss", "build_model", "make_optimizer"]
+__all__ = ["BuiltModel", "Loss", "build_model", "make_optimizer"]
 
 Loss = Callable[[Any, Any], Any]
 Parameters = list[nn.Parameter]
 
-OPTIMIZERS: dict[str, Callable[[Parameters, float], torch.optim.Optimizer]] = {
+_OPTIMIZERS: dict[str, Callable[[Parameters, float], torch.optim.Optimizer]] = {
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
     "momentum": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
     "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
@@ -140,13 +141,9 @@ def _companion(source: ModuleType, name: str, contract: str) -> Callable[..., An
 
 def make_optimizer(name: str, parameters: Parameters, *, rate: float) -> torch.optim.Optimizer | None:
     """The plan's optimizer over parameters; None where there are none to update."""
-    known = OPTIMIZERS.get(name.lower())
-    if known is None:
-        raise BaPipeError(
-            f"unknown optimizer '{name[:60]}'{nearest(name, OPTIMIZERS)}; known: {', '.join(OPTIMIZERS)}"
-        )
+    find_optimizer(name.lower())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return known(trained, rate) if trained else None
+    return _OPTIMIZERS[name.lower()](trained, rate) if trained else None
 
 
 def _kind(value: object) -> str:

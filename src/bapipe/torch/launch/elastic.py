@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from bapipe.costs.profile import Profile, read_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import Optimizer
 from bapipe.records.plan import Plan, write_plan
 from bapipe.torch.checkpoint.checkpoint_folder import latest
 from bapipe.torch.launch.launcher import attempt, check_gpus, check_run, print_line, worker_arguments
@@ -91,8 +89,7 @@ def plan_without(plan: Plan, profile: Profile, lost: str) -> Plan:
     training stays the same. The optimizer, the model and its arguments are the plan's.
     """
     cluster = without_accelerator(plan.cluster, lost)
-    optimizer = cast(Optimizer, "adam" if plan.optimizer == "adamw" else plan.optimizer)
-    request = Request(minibatch=plan.minibatch, optimizer=optimizer)
+    request = Request(minibatch=plan.minibatch, optimizer=plan.optimizer)
     try:
         found = explore(profile, cluster, replace(request, microbatch=plan.microbatch_size))
     except BaPipeError:

@@ -10,16 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.stage_memory import needed_beyond
 from bapipe.torch.device.cuda_workspaces import release_workspaces
 from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
 from bapipe.torch.profiler.measurement import Measurement, SizeMemory
 from bapipe.torch.stage.split_backward import SplitBackward
 
-__all__ = ["OPTIMIZER_COPIES", "is_out_of_memory", "predicted_peak", "saved_storages", "storage_of", "weigh"]
-
-OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""copies of the weights that the optimizer keeps"""
+__all__ = ["is_out_of_memory", "predicted_peak", "saved_storages", "storage_of", "weigh"]
 
 
 def storage_of(tensor: Tensor) -> tuple[int, int]:
@@ -254,7 +252,7 @@ def predicted_peak(measured: Measurement, microbatch: int) -> float | None:
     known = [item.idle for item in measured.whole if item.microbatch == microbatch and item.idle is not None]
     if not known:
         return None
-    copies = 1 + OPTIMIZER_COPIES[measured.optimizer]
+    copies = 1 + find_optimizer(measured.optimizer).state
     output = memory.boundary_forward[-1] + memory.boundary_backward[-1]
     held, layers = np.cumsum(memory.stash), np.arange(len(memory.stash))
     beyond = needed_beyond(np.array(memory.workspace), held, layers, np.full(len(held), output))

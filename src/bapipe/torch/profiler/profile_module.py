@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
 from bapipe.models.layers import ModelRef
@@ -18,7 +19,7 @@ from bapipe.torch.device.dtypes import find_dtype
 from bapipe.torch.inputs.model_source import Argument, find_model
 from bapipe.torch.profiler.assemble_profile import to_profile
 from bapipe.torch.profiler.environment import accelerator_name, environment_of, find_device, plain_fp32
-from bapipe.torch.profiler.layer_memory import OPTIMIZER_COPIES, is_out_of_memory
+from bapipe.torch.profiler.layer_memory import is_out_of_memory
 from bapipe.torch.profiler.layer_runner import LayerSequence, chain_of
 from bapipe.torch.profiler.measure_loop import Report, measure
 from bapipe.torch.profiler.measure_settings import MeasureSettings
@@ -107,8 +108,7 @@ def profile_module(
     Raises BaPipeError where no size was measured completely; what was measured is in the cache all the same.
     """
     where, kind = find_device(device), find_dtype(dtype)
-    if optimizer not in OPTIMIZER_COPIES:
-        raise BaPipeError(f"unknown optimizer '{optimizer[:60]}'; use one of {', '.join(OPTIMIZER_COPIES)}")
+    find_optimizer(optimizer)
     if threads is not None:
         if threads < 1:
             raise BaPipeError(f"a CPU needs at least 1 thread, got {threads}; raise --threads")

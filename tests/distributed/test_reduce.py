@@ -13,13 +13,13 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from bapipe.torch import reduce
+from bapipe.torch.runtime import gradient_sync
 
-reduce.BUCKET_BYTES = 40
+gradient_sync.BUCKET_BYTES = 40
 folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
 parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 101, 4, 7, 2)]
-reducer = reduce.Reducer(parameters, dist.group.WORLD)
+reducer = gradient_sync.Reducer(parameters, dist.group.WORLD)
 reducer.start()
 used = [item for index, item in enumerate(parameters) if index != 4 and (index != 3 or rank == 1)]
 sum((item * torch.arange(len(item)) * (rank + 1)).sum() for item in used).backward()
@@ -30,7 +30,7 @@ for index, item in enumerate(parameters):
         continue
     weight = 2 if index == 3 else sum(range(1, ranks + 1))
     assert torch.equal(item.grad, weight * torch.arange(len(item), dtype=torch.float32)), (index, item.grad)
-pieces = [len(part._works) for part in [reduce._Sum(parameters[:2], dist.group.WORLD)] if part.wait()]
+pieces = [len(part._works) for part in [gradient_sync._Sum(parameters[:2], dist.group.WORLD)] if part.wait()]
 assert pieces == [11], pieces  # 104 elements, ten at a time
 dist.barrier()
 del reducer  # which holds the group

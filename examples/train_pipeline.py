@@ -27,17 +27,16 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    pipe = Pipeline(tiny_model.build, options.plan, tiny_model.loss, timeout=options.timeout)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    for step in range(options.steps):
-        inputs, targets = tiny_model.make_batch(step, pipe.plan.minibatch)
-        loss = pipe.step(inputs.float(), targets)
-        pipe.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if pipe.rank == 0:
-            print(f"step {step}  loss {loss:.4f}", flush=True)
-    pipe.close()
+    with Pipeline(tiny_model.build, options.plan, tiny_model.loss, timeout=options.timeout) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+        for step in range(options.steps):
+            inputs, targets = tiny_model.make_batch(step, pipe.plan.minibatch)
+            loss = pipe.step(inputs.float(), targets)
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if pipe.rank == 0:
+                print(f"step {step}  loss {loss:.4f}", flush=True)
     dist.destroy_process_group()
 
 

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from bapipe.torch.checkpoint.checkpoints import Checkpoints
     from bapipe.torch.pipedream.stashing_pipeline import PipeDream
     from bapipe.torch.runtime.pipeline import Pipeline
+    from bapipe.torch.runtime.pipeline_options import PipelineOptions
     from bapipe.torch.stage.loss_weighing import token_mean
 
-__all__ = ["Checkpoints", "PipeDream", "Pipeline", "capture", "token_mean"]
+__all__ = ["Checkpoints", "PipeDream", "Pipeline", "PipelineOptions", "capture", "token_mean"]
 
 _MODULES = {
     "Checkpoints": "checkpoint.checkpoints",
     "PipeDream": "pipedream.stashing_pipeline",
     "Pipeline": "runtime.pipeline",
+    "PipelineOptions": "runtime.pipeline_options",
     "capture": "capturing",
     "token_mean": "stage.loss_weighing",
 }

@@ -33,11 +33,11 @@ from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Action, Kind
 from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import Inbox, Outbox, guarded
-from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.pipedream.stage_channels import StageEnds
 from bapipe.torch.pipedream.weight_versions import WeightStash
 from bapipe.torch.runtime.gradient_sync import Reducer, TiedWeights
 from bapipe.torch.runtime.pipeline import Build, Pipeline
+from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.stage.loss import LossFunction, LossOfEach, loss_of_step
 from bapipe.torch.stage.runner import StageRunner
 
@@ -86,28 +86,15 @@ class PipeDream(Pipeline):
         *,
         vertical_sync: bool = False,
         checkpoint: str | Path | Mapping[str, Tensor] | None = None,
-        device: torch.device | str | None = None,
-        transport: str = "auto",
-        seed: int | None = 0,
-        timeout: float = 300.0,
-        watch: Watch | None = None,
+        options: PipelineOptions | None = None,
+        **changes: Any,
     ) -> None:
         """`loss_fn(output, target)` is a mean, a sum, or (sum, count), of each micro-batch by itself.
 
         `vertical_sync` costs N versions of the weights at every stage, which a plan does not count. The rest is as
         in `Pipeline`.
         """
-        super().__init__(
-            build_model,
-            plan,
-            loss_fn,
-            checkpoint=checkpoint,
-            device=device,
-            transport=transport,
-            seed=seed,
-            timeout=timeout,
-            watch=watch,
-        )
+        super().__init__(build_model, plan, loss_fn, checkpoint=checkpoint, options=options, **changes)
         self.stage = self.stages[0]
         self.vertical_sync = vertical_sync
         self._cap = self._caps[self.stage]

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from bapipe.torch.runtime.build_stages import (
 from bapipe.torch.runtime.executor import Executor, RankTrace
 from bapipe.torch.runtime.gradient_sync import Reducer, TiedWeights, make_sums
 from bapipe.torch.runtime.microbatches import split_inputs, split_targets
+from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import microbatch_sizes, runnable_schedule
 from bapipe.torch.runtime.process_group import device_of, join
 from bapipe.torch.stage.loss import LossFunction, LossSum, LossTotals
@@ -69,13 +70,8 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         *,
         checkpoint: str | Path | Mapping[str, Tensor] | None = None,
-        autocast: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        transport: str = "auto",
-        seed: int | None = 0,
-        timeout: float = 300.0,
-        on_action: Callable[[Action], None] | None = None,
-        watch: Watch | None = None,
+        options: PipelineOptions | None = None,
+        **changes: Any,
     ) -> None:
         """`loss_fn(output, target)` is a mean, a sum, or (sum, count); without it the model returns its loss.
 
@@ -86,16 +82,16 @@ class Pipeline:
         A model that was captured already may stand in place of `build_model`; it is trained itself, not a copy.
         `checkpoint` is the state of the whole model: a mapping, a safetensors file or folder, or a .pt file; each
         rank reads its own part. A model that is built on the meta device takes memory for this rank's stages only,
-        filled from the checkpoint or by its modules' `reset_parameters`. `autocast` runs forwards and the loss
-        under torch.autocast. `seed` makes every rank build the same weights; None leaves torch's generator alone.
-        `timeout` is how many seconds a silent rank is waited for. `on_action` is called before every action.
-        `watch` replaces the one that is made here, which prints on standard error why a run fails.
+        filled from the checkpoint or by its modules' `reset_parameters`.
+
+        The rest is in `options`, whose fields may also be given here by name: `Pipeline(…, device="cuda:1")`.
         """
+        told = replace(options or PipelineOptions(), **changes)
         self.plan = plan if isinstance(plan, Plan) else read_plan(plan)
         self._schedule = runnable_schedule(self.plan, flushes=self._flushes)
         self._sizes = microbatch_sizes(self.plan)
-        self.rank = join(self.plan, timeout)
-        self.device = device_of(self.plan, device)
+        self.rank = join(self.plan, told.timeout)
+        self.device = device_of(self.plan, told.device)
         keep_in_pages(self.device)
         self.stages = self._schedule.stages_of(self.rank)
         """the (virtual) stages of this rank"""
@@ -104,16 +100,16 @@ class Pipeline:
         self.trace: RankTrace | None = None
         """what this rank did in the last mini-batch"""
         stages = [self._schedule.stages_of(rank) for rank in range(len(self.plan.ranks))]
-        self.watch = watch or Watch(stages, timeout=timeout)
+        self.watch = told.watch or Watch(stages, timeout=told.timeout)
         """tells this rank of others that fail, and them of this one"""
-        self.timeout = datetime.timedelta(seconds=timeout)
+        self.timeout = datetime.timedelta(seconds=told.timeout)
         """how long a silent rank is waited for"""
-        self._autocast = autocast
+        self._autocast = told.autocast
         self._dtypes_known = False
         with self.watch.guard():
-            captured = planned_model(build_model, self.plan, seed)
-            self._prepare(captured, loss_fn, checkpoint=checkpoint, seed=seed or 0)
-            self._transport = make_transport(transport, device=self.device, timeout=timeout)
+            captured = planned_model(build_model, self.plan, told.seed)
+            self._prepare(captured, loss_fn, checkpoint=checkpoint, seed=told.seed or 0)
+            self._transport = make_transport(told.transport, device=self.device, timeout=told.timeout)
         note = self.watch.progress.note_action
         self.clock = clock_for(self.device)
         self.executor = Executor(
@@ -124,7 +120,7 @@ class Pipeline:
             messages=lambda boundary, item, onward: self._own.message(boundary, self._sizes[item], onward),
             reducers=self._reducers,
             clock=self.clock,
-            on_action=note if on_action is None else _both(note, on_action),
+            on_action=note if told.on_action is None else _both(note, told.on_action),
             on_gradients=self._tied.start,
         )
         self.watch.follow(self.executor)
@@ -163,8 +159,14 @@ class Pipeline:
         for stage, runner in self._runners.items():
             self._speaker |= dict.fromkeys(runner.module.stage_slices, first[stage])
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Let go of threads and links; every rank has taken its last step."""
+        """Let go of threads and links; every rank has taken its last step. `with Pipeline(…) as pipe:` does it."""
         self.watch.close()
         self._transport.close()
 

@@ -1,0 +1,33 @@
+"""What a Pipeline may be told beside model, plan and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bapipe.schedule.actions import Action
+from bapipe.torch.health.watchdog import Watch
+
+__all__ = ["PipelineOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """How a rank trains."""
+
+    device: torch.device | str | None = None
+    """None: as planned"""
+    transport: str = "auto"
+    """how tensors get to other ranks"""
+    autocast: torch.dtype | None = None
+    """runs forwards and the loss under torch.autocast"""
+    seed: int | None = 0
+    """makes every rank build the same weights; None leaves torch's generator alone"""
+    timeout: float = 300.0
+    """seconds that a silent rank is waited for"""
+    on_action: Callable[[Action], None] | None = None
+    """called before every action"""
+    watch: Watch | None = None
+    """replaces the watchdog that is made otherwise, which prints on standard error why a run fails"""

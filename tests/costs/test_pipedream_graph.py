@@ -10,20 +10,13 @@ from bapipe.costs.pipedream_graph import read_pipedream_graph, scaled_profile
 from bapipe.costs.profile import CostTable, Profile
 from bapipe.errors import BaPipeError
 from paths import REPOSITORY
+from pipedream_profiles import published_profile
 
 SMALL = REPOSITORY / "tests" / "data" / "small.graph.txt"
-PUBLISHED = REPOSITORY.parent / "shared" / "profiles" / "pipedream"
 
 
 def table(profile: Profile) -> CostTable:
     return profile.accelerators["v100-16"]
-
-
-def published(name: str, batch: int) -> Profile:
-    file = PUBLISHED / f"{name}.graph.txt"
-    if not file.exists():
-        pytest.skip(f"{file} is not here")
-    return read_pipedream_graph(file, batch=batch)
 
 
 def node(number: int, *, forward: float = 1, size: str = "8", weights: float = 0, what: str = "Op") -> str:
@@ -151,7 +144,7 @@ def test_scaling() -> None:
 
 
 def test_published_vgg16() -> None:
-    profile = published("vgg16", 128)
+    profile = published_profile("vgg16", batch=128)
     assert sum(layer.parameters for layer in profile.layers) == 138_357_544
     assert sum(table(profile).forward[0]) == pytest.approx(0.2339, abs=1e-4)
     assert profile.layers[0].name == "node2 Conv2d"
@@ -161,7 +154,7 @@ def test_published_vgg16() -> None:
 
 
 def test_published_resnet50() -> None:
-    profile = published("resnet50", 128)
+    profile = published_profile("resnet50", batch=128)
     assert sum(layer.parameters for layer in profile.layers) == 25_557_032
     boundary = dict(zip((layer.name for layer in profile.layers), table(profile).boundary_forward[0], strict=True))
     skip, narrow = 128 * 256 * 56**2 * 4, 128 * 64 * 56**2 * 4
@@ -172,7 +165,7 @@ def test_published_resnet50() -> None:
 
 
 def test_published_gnmt() -> None:
-    profile = published("gnmt", 32)
+    profile = published_profile("gnmt", batch=32)
     size = 32 * 48 * 1024 * 4
     boundary = dict(zip((layer.name for layer in profile.layers), table(profile).boundary_forward[0], strict=True))
     assert boundary["node7 LSTM"] == size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bapipe.costs.pipedream_graph import read_pipedream_graph
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import make_chain
 from bapipe.errors import InfeasibleError
@@ -15,14 +14,11 @@ from bapipe.planner.evaluate import Hardware, StageChoice, evaluate
 from bapipe.planner.partition import baselines
 from bapipe.planner.partition.exact.solve import Problem, solve
 from bapipe.planner.pipelines import FAMILIES, build
-from paths import REPOSITORY
-
-PROFILES = REPOSITORY.parent / "shared" / "profiles" / "pipedream"
-pytestmark = pytest.mark.skipif(not PROFILES.is_dir(), reason=f"PipeDream's profiles are not in {PROFILES.name}/")
+from pipedream_profiles import published_profile
 
 
 def profile_of(name: str) -> Profile:
-    return read_pipedream_graph(PROFILES / f"{name}.graph.txt", batch=128)
+    return published_profile(name, batch=128)
 
 
 def cluster_of(count: int, gigabytes: float):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bapipe.costs.pipedream_graph import PIPEDREAM_ACCELERATOR, read_pipedream_graph, scaled_profile
+from bapipe.costs.pipedream_graph import PIPEDREAM_ACCELERATOR, scaled_profile
 from bapipe.costs.segments import make_chain
 from bapipe.planner.partition.baselines import pipedream
 from bapipe.reproduce import Table
@@ -16,10 +16,9 @@ from bapipe.reproduce.paper_figures import TABLE3
 from bapipe.reproduce.pipedream_cells import pipedream_run
 from bapipe.reproduce.schedule_tables import GRID, SHOWN
 from bapipe.reproduce.table_cells import Cell, Claim
-from paths import REPOSITORY
+from pipedream_profiles import published_profile
 
 Tables = dict[str, Table]
-GRAPHS = REPOSITORY.parent / "shared" / "profiles" / "pipedream"
 
 
 def cell(table: Table, row: str, column: str) -> Cell:
@@ -139,10 +138,9 @@ def test_the_profiles_say_where_they_come_from(name: str) -> None:
     assert sum(layer.parameters for layer in profile.layers) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
-@pytest.mark.skipif(not GRAPHS.is_dir(), reason="PipeDream's profiles are not there")
 @pytest.mark.parametrize(("name", "graph", "batch"), [("vgg16", "vgg16", 128), ("resnet50", "resnet50", 128)])
 def test_the_profiles_are_pipedream_s(name: str, graph: str, batch: int) -> None:
-    published = scaled_profile(read_pipedream_graph(GRAPHS / f"{graph}.graph.txt", batch=batch), [32, 64])
+    published = scaled_profile(published_profile(graph, batch=batch), [32, 64])
     theirs, restated = (item.accelerators[PIPEDREAM_ACCELERATOR] for item in (published, model_profile(name)))
     for field in ("forward", "backward", "boundary_forward", "boundary_backward", "stash"):
         for one, other in zip(getattr(theirs, field), getattr(restated, field), strict=True):
@@ -150,10 +148,9 @@ def test_the_profiles_are_pipedream_s(name: str, graph: str, batch: int) -> None
     assert published.weight_bytes.tolist() == model_profile(name).weight_bytes.tolist()
 
 
-@pytest.mark.skipif(not GRAPHS.is_dir(), reason="PipeDream's profiles are not there")
 def test_gnmt_s_times_are_pipedream_s_in_all() -> None:
     """What was moved between layers is lost nowhere."""
-    published = make_chain(read_pipedream_graph(GRAPHS / "gnmt.graph.txt", batch=32), (PIPEDREAM_ACCELERATOR,), 32)
+    published = make_chain(published_profile("gnmt", batch=32), (PIPEDREAM_ACCELERATOR,), 32)
     assert float(model_chain("gnmt-8", 32).work.sum()) == pytest.approx(float(published.work.sum()) * 50 / 48)
 
 

@@ -57,7 +57,9 @@ def test_a_rank_that_fails_ends_a_run_with_one_line(
     code = launch(tmp_path / "plan.json", options)
     assert code == 1
     assert time.time() - float((tmp_path / "note").read_text()) < FAR_TOO_LONG / 4
-    line, *table = capfd.readouterr().err.splitlines()
+    said = capfd.readouterr().err.splitlines()
+    # torch itself warns where the machine's name cannot be looked up in time.
+    line, *table = [text for text in said if "The hostname of the client socket" not in text]
     assert re.fullmatch(rf"bapipe: rank 1 on {HOST}, stage 1, action 1F\d of step \d+: {reason}", line)
     if how != "stop":
         assert table == []

@@ -203,7 +203,7 @@ def test_a_type_of_ones_own(tmp_path: Path) -> None:
         ({"device": "cuda:9"}, "there is no (CUDA )?device"),
         ({"device": "tpu"}, "a device is cpu, cuda or cuda:N, got 'tpu'"),
         ({"dtype": "fp31"}, r"unknown dtype 'fp31' \(did you mean 'fp32'\?\); use one of fp32"),
-        ({"optimizer": "magic"}, "unknown optimizer 'magic'; use one of sgd"),
+        ({"optimizer": "magic"}, "unknown optimizer 'magic'; known: sgd"),
         ({"threads": 0}, "at least 1 thread, got 0"),
     ],
 )

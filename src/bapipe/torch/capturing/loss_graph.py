@@ -17,6 +17,7 @@ from bapipe.torch.capturing.linearise import Program
 from bapipe.torch.capturing.loss_kinds import (
     FIXED,
     MEAN,
+    NEGLIGIBLE,
     SIZE,
     UNKNOWN,
     LossKind,
@@ -59,7 +60,6 @@ _ELEMENTS = frozenset(
 )
 _CLAMPING = frozenset(("clamp", "clamp_min", "maximum"))
 _REDUCED = {0: "none", 1: "mean", 2: "sum"}
-_NEGLIGIBLE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -209,7 +209,7 @@ class _Walk:
                 return first
             return MEAN if name == "mean" else summed(node)
         if name in ("add", "sub", "rsub"):
-            small = any(isinstance(item, (int, float)) and abs(item) <= _NEGLIGIBLE for item in args[:2])
+            small = any(isinstance(item, (int, float)) and abs(item) <= NEGLIGIBLE for item in args[:2])
             return self._counting(node, added(first, kinds[1], negligible=small))
         if name == "mul":
             return self._counting(node, multiplied(first, kinds[1]))

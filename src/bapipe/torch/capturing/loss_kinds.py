@@ -26,6 +26,7 @@ __all__ = [
     "FIXED",
     "KEEPING",
     "MEAN",
+    "NEGLIGIBLE",
     "SIZE",
     "UNKNOWN",
     "ZERO",
@@ -64,6 +65,9 @@ class LossKind:
 
 FIXED, MEAN, SIZE = LossKind("fixed"), LossKind("mean"), LossKind("size")
 UNKNOWN, ZERO = LossKind("unknown"), LossKind("zero")
+
+NEGLIGIBLE = 1e-4
+"""a number so small that is added to a sum only keeps it from being 0"""
 
 KEEPING = frozenset(
     [

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from bapipe.torch.capturing.loss_kinds import (
     FIXED,
     MEAN,
+    NEGLIGIBLE,
     SIZE,
     UNKNOWN,
     ZERO,
@@ -39,8 +40,6 @@ from bapipe.torch.capturing.torch_internals import flatten
 
 __all__ = ["LossWatch"]
 
-NEGLIGIBLE = 1e-4
-"""a number so small that is added to a sum only keeps it from being 0"""
 _LABELS = {functional.cross_entropy, functional.nll_loss}
 _ELEMENTS = {
     functional.binary_cross_entropy,

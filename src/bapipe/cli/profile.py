@@ -15,6 +15,7 @@ from bapipe.costs.profile import CostTable, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
 from bapipe.errors import BaPipeError
 from bapipe.io.files import dump_json, write_text
+from bapipe.models.model_spec import parse_arguments
 from bapipe.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -102,9 +103,8 @@ def _check_out(path: str | None) -> None:
 
 def _profile(model: str, options: dict[str, Any]) -> Profiled:
     from bapipe.torch.profiler import MeasureSettings, profile_model
-    from bapipe.torch.profiler.background_load import parse_args
 
-    arguments = parse_args(options["arguments"])
+    arguments = parse_arguments(options["arguments"])
     settings = MeasureSettings(
         microbatches=tuple(sorted(set(options["microbatches"]))),
         iterations=options["iterations"],

@@ -27,6 +27,7 @@ __all__ = [
     "TreeSpec",
     "argument_names",
     "call_structure",
+    "depends_on_data",
     "flatten",
     "flatten_recurrent",
     "function_classes",
@@ -185,6 +186,15 @@ def module_path(node: fx.Node) -> str:
             path = name
     # A module called twice is "path@1" the second time; a path through a getattr'ed call keeps its own spelling.
     return path.split("@")[0]
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a number of the trace was read from a tensor (`.item()`), so that it differs from batch to batch."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # loaded with the tracer
+
+    return bool(free_unbacked_symbols(value))
 
 
 def is_symbolic(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapipe.torch.inputs.build_model import make_optimizer
+from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.profiler.launch_overhead import StepIssue
 from bapipe.torch.profiler.layer_clock import Clock, HostClock
 from bapipe.torch.profiler.layer_memory import is_out_of_memory, storage_of

@@ -92,7 +92,7 @@ def build_model(
             f"{_first_line(error)}; correct it or the --arg options"
         ) from error
     make_batch = _batches(source, model.args)
-    module, args, kwargs = module_and_example(built, f"'{model.ref[:100]}'")
+    module, args, kwargs = module_and_example(built, model.ref[:100])
     # A function that is given its target returns the loss; so does a model without a loss function beside it.
     loss = None if kwargs is not None and kwargs.keys() == {"target"} else getattr(source, "loss", None)
     found = BuiltModel(
@@ -122,8 +122,8 @@ def module_and_example(built: Any, what: str) -> tuple[nn.Module, tuple[Any, ...
     ):
         got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else type(built).__name__
         raise BaPipeError(
-            f"{what} must return a module, (module, args) or (module, args, kwargs), args a tuple and kwargs a "
-            f"dict; got {got}"
+            f"'{what}' must return a module, (module, args) or (module, args, kwargs), args a tuple and kwargs "
+            f"a dict; got {got}"
         )
     return parts[0], tuple(parts[1]), dict(parts[2]) if len(parts) == 3 else {}
 

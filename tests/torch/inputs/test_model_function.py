@@ -188,9 +188,7 @@ def test_constants_of_the_capture_need_not_be_given_and_must_not_differ() -> Non
         leaves = spec.leaves(given)
         assert [type(leaf) for leaf in leaves] == [Tensor, float, bool]
         assert split_inputs(spec, given, (2, 2), needed={0, 1, 2})[1][1:] == [3.0, False]
-    with pytest.raises(
-        BaPipeError, match=r"input 1 is 2\.0, the model was captured with 3\.0, which"
-    ):
+    with pytest.raises(BaPipeError, match=r"input 1 is 2\.0, the model was captured with 3\.0, which"):
         split_inputs(spec, (x, 2.0), (2, 2), needed={0})
     with pytest.raises(BaPipeError, match="input 2 is True, the model was captured with False"):
         split_inputs(spec, (x, {"flag": True}), (2, 2), needed={0})

@@ -174,7 +174,7 @@ def test_the_commands_write_and_merge_profiles(tmp_path: Path, monkeypatch: pyte
     merged = read_profile(both)
     assert set(merged.accelerators) == {"one", "two"}
     assert merged.model.args == {"width": 16}
-    assert (tmp_path / "details.json").read_text().startswith('{\n "schema": "bapipe.measurement/2"')
+    assert (tmp_path / "details.json").read_text().startswith('{\n "schema": "bapipe.measurement/3"')
 
 
 @pytest.mark.parametrize(

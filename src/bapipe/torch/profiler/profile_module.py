@@ -151,6 +151,7 @@ def _empty(chain: LayerSequence, name: str, dtype: str, optimizer: str, slice_: 
         optimizer=optimizer,
         environment=environment_of(chain.device, slice_=slice_),
         layers=chain.layers,
+        repeats=chain.repeats,
         input_bytes=float(sum(leaf.nbytes for leaf in tensors)),
         state_bytes=float(sum(item.nbytes for item in chain.state())),
         gradient_bytes=float(sum(item.nbytes for item in chain.module.parameters() if item.requires_grad)),

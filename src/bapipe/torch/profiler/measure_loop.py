@@ -146,7 +146,11 @@ def _group(chain: LayerSequence, state: _State, clock: CudaClock | HostClock) ->
     state.warm |= {(index, size) for index in range(len(pieces))}
     state.step = sum(item.forward.host.median + item.backward.host.median for item in rough) / size
     units, forward, backward = find_units(
-        [item.forward for item in rough], [item.backward for item in rough], nothing.forward, nothing.backward
+        [item.forward for item in rough],
+        [item.backward for item in rough],
+        nothing.forward,
+        nothing.backward,
+        [any(piece.receives) for piece in pieces],
     )
     state.measured = replace(
         state.measured,

@@ -48,7 +48,9 @@ __all__ = [
 @click.option(
     "--iterations", type=int, help="Samples of each time, as the paper's 1000.  [default: until 2 % sure]"
 )
-@click.option("--threads", type=int, help="Threads of a CPU.  [default: all]")
+@click.option(
+    "--threads", type=int, default=1, show_default=True, help="Of a CPU rank; a run gives each rank as many."
+)
 @click.option("--calibrate", is_flag=True, help="Scale the layers to the whole step; the profile says so.")
 @click.option(
     "--parts",
@@ -121,7 +123,7 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
             optimizer=options["optimizer"],
             accelerator=options["accelerator"],
             calibrate=options["calibrate"],
-            threads=options["threads"],
+            threads=options["threads"] if options["device"] == "cpu" else None,
             slice_=load.name if load else "",
             before=load.wait if load else None,
             report=report,
@@ -246,7 +248,7 @@ def _links(options: dict[str, Any]) -> None:
     if device not in ("cpu", "cuda"):
         raise BaPipeError(f"a device is cpu or cuda, got '{device[:60]}'")
     measured = measure_links(options["ranks"], backend=options["backend"], device=device)
-    text = cluster_text(detect(ranks=options["ranks"], threads=options["threads"] or 1), measured)
+    text = cluster_text(detect(ranks=options["ranks"], threads=options["threads"]), measured)
     if options["out"]:
         write_text(options["out"], text)
     _print_links(measured.pairs, "point to point")

@@ -11,7 +11,7 @@ from bapipe.errors import InfeasibleError
 from bapipe.planner import Request, explore, make_plan
 from bapipe.planner.evaluate import Hardware, evaluate
 from bapipe.planner.inflight_caps import least_caps
-from bapipe.planner.order_search import FEW_FORWARDS
+from bapipe.planner.tuning import DEFAULT_TUNING
 from bapipe.schedule.actions import Kind
 from bapipe.schedule.validate import check
 from bapipe.schedule.zero_bubble import zero_bubble
@@ -106,7 +106,7 @@ def test_of_plans_as_fast_the_lightest_is_taken() -> None:
         weight_gradient=tuple((*row[:-1], 0.0) for row in table.weight_gradient or ()),
     )
     cluster = made_cluster({"x": LAYERS}, memory=1e9, bandwidth=2.0)
-    many = replace(REQUEST, minibatch=FEW_FORWARDS)
+    many = replace(REQUEST, minibatch=DEFAULT_TUNING.order_size)
     found = explore(replace(profile, accelerators={"x": large}), cluster, many)
     level = [item for item in found.considered if item.throughput > found.best.throughput * (1 - 1e-9)]
     assert len(level) > 1

@@ -10,7 +10,7 @@ from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
 from bapipe.schedule.generators import capped
 
-__all__ = ["Estimate", "analytic_rivals", "at_minibatch", "data_parallel_candidate"]
+__all__ = ["Estimate", "analytic_alternatives", "at_minibatch", "data_parallel_candidate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def at_minibatch(chain: Chain, hardware: Hardware, minibatch: int) -> Candidate 
     return data_parallel_candidate(chain, hardware, steps) if steps and not rest else None
 
 
-def analytic_rivals(chain: Chain, hardware: Hardware, microbatches: int) -> list[Estimate]:
+def analytic_alternatives(chain: Chain, hardware: Hardware, microbatches: int) -> list[Estimate]:
     """ZeRO-1, FSDP and tensor slicing at the same mini-batch of `microbatches` micro-batches.
 
     ZeRO-1 moves as much as data parallelism and shards the optimizer state. FSDP gathers the weights for every

@@ -16,13 +16,9 @@ from bapipe.planner.partition.paper.balanced import Balanced, balanced_partition
 from bapipe.planner.partition.paper.straight_cuts import Cuts
 from bapipe.planner.pipelines import Family, build, require_layers, straight_stages
 from bapipe.planner.request import Request
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
-__all__ = ["PIPEDREAM_LAYERS", "THOROUGH", "dealt_stages", "fixed_partitions", "paper_candidate"]
-
-THOROUGH = 5_000
-"""layers · accelerators up to which the exact search also tries what the rivals would choose"""
-PIPEDREAM_LAYERS = 64
-"""layers up to which PipeDream's own dynamic programme is run beside the exact search"""
+__all__ = ["dealt_stages", "fixed_partitions", "paper_candidate"]
 
 
 def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
@@ -53,7 +49,9 @@ def _transfer_of(link: Link) -> Callable[[Chain], Callable[[int], float]]:
     return of
 
 
-def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list[tuple[StageChoice, ...]]:
+def fixed_partitions(
+    chain: Chain, hardware: Hardware, request: Request, tuning: Tuning = DEFAULT_TUNING
+) -> list[tuple[StageChoice, ...]]:
     """The rivals' stages: the asked one's, or, for the exact strategy, all of them as candidates of its own."""
     cluster = hardware.cluster
     depth = _depth(chain, hardware, request)
@@ -63,12 +61,12 @@ def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list
         "parameters": lambda: _by_parameter_spread(tuple(UnitBytes.of(chain).weights.tolist()), depth),
         "time": lambda: baselines.by_time(UnitSeconds.of(chain).work[row].tolist(), depth),
     }
-    thorough = request.strategy == "exact" and len(chain) * len(cluster) <= THOROUGH
+    thorough = request.strategy == "exact" and len(chain) * len(cluster) <= tuning.thorough_size
     wanted = list(makers) if thorough else [name for name in makers if name == request.strategy]
     found: dict[tuple[StageChoice, ...], None] = {}
     for name in wanted:
         found[dealt_stages(makers[name](), [1] * depth, len(chain))] = None
-    small = len(chain) <= PIPEDREAM_LAYERS and len(cluster) <= 16
+    small = len(chain) <= tuning.pipedream_layers and len(cluster) <= tuning.pipedream_accelerators
     if request.strategy == "pipedream" or (request.strategy == "exact" and small and cluster.topology == "full"):
         for stages in _pipedream(chain, hardware, request, depth):
             found[stages] = None
@@ -112,7 +110,12 @@ def _pipedream(chain: Chain, hardware: Hardware, request: Request, depth: int) -
 
 
 def paper_candidate(
-    chain: Chain, hardware: Hardware, family: Family, microbatches: int, request: Request
+    chain: Chain,
+    hardware: Hardware,
+    family: Family,
+    microbatches: int,
+    request: Request,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Candidate | None:
     """The paper's balanced partition for a family of schedules, on the accelerators in the cluster's order."""
     if family.recompute == "always":
@@ -128,9 +131,10 @@ def paper_candidate(
         copies=hardware.static_copies(),
         link=_slowest(cluster),
         split_layers=request.strategy == "bapipe" or request.split_layers,
+        slices=tuning.slices,
     )
     stages = straight_stages(balanced.cuts, members)
-    return replace(build(balanced.chain, stages, family, microbatches, hardware), steps=balanced.steps)
+    return replace(build(balanced.chain, stages, family, microbatches, hardware, tuning), steps=balanced.steps)
 
 
 @functools.lru_cache(maxsize=8)
@@ -143,6 +147,7 @@ def _balanced(
     copies: int,
     link: Link,
     split_layers: bool,
+    slices: int,
 ) -> Balanced:
     """The partition, which families with as many live micro-batches share."""
 
@@ -170,4 +175,5 @@ def _balanced(
         memory_of=memory_of,
         capacity=capacity,
         split_layers=split_layers,
+        slices=slices,
     )

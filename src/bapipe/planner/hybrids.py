@@ -18,18 +18,14 @@ from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time, seconds_of
 from bapipe.planner.fixed_partitions import dealt_stages
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.replicas import side_by_side
 
 __all__ = ["balanced_hybrids", "copies_of", "numbers_of_copies"]
 
-_TRIED = 12
-"""hybrids that are simulated, the best by the formula"""
-_THREE_STAGES = 16
-"""accelerators up to which they may also be dealt to three stages"""
-
 
 def balanced_hybrids(
-    chain: Chain, hardware: Hardware, microbatches: int
+    chain: Chain, hardware: Hardware, microbatches: int, tuning: Tuning = DEFAULT_TUNING
 ) -> list[tuple[float, tuple[StageChoice, ...]]]:
     """Two or three stages over all accelerators, some replicated, cut so that each replica has as much to do.
 
@@ -42,7 +38,7 @@ def balanced_hybrids(
         return []
     done = np.cumsum(UnitSeconds.of(chain).work[0])
     scored: list[tuple[float, tuple[StageChoice, ...]]] = []
-    for replicas in _shares(count, microbatches):
+    for replicas in _shares(count, microbatches, tuning):
         wanted = np.cumsum(replicas)[:-1] / count * done[-1]
         near = np.searchsorted(done, wanted)
         for cuts in itertools.product(*([at - 1, at] for at in near.tolist())):
@@ -51,14 +47,14 @@ def balanced_hybrids(
             stages = dealt_stages([cut + 1 for cut in cuts], replicas, len(chain))
             scored.append((_time(chain, hardware, stages, microbatches), stages))
     scored.sort(key=lambda item: item[0])
-    return scored[:_TRIED]
+    return scored[: tuning.hybrids_simulated]
 
 
-def _shares(count: int, microbatches: int) -> Iterator[tuple[int, ...]]:
+def _shares(count: int, microbatches: int, tuning: Tuning) -> Iterator[tuple[int, ...]]:
     """How many accelerators each stage gets; none more than there are micro-batches."""
     most = min(count - 1, microbatches)
     yield from ((first, count - first) for first in range(max(1, count - most), most + 1) if count > 2)
-    if count <= _THREE_STAGES:
+    if count <= tuning.three_stage_accelerators:
         for first, second in itertools.product(range(1, most + 1), repeat=2):
             third = count - first - second
             if 1 <= third <= most and max(first, second, third) > 1:

@@ -12,12 +12,10 @@ from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import stage_bytes
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.planner.evaluate import Hardware, StageChoice
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.inflight import full_overlap_caps, never_rising, stage_caps, weight_gradient_delays
 
-__all__ = ["WORTH_WAITING", "LiveBytes", "least_caps", "live_bytes", "weight_delays"]
-
-WORTH_WAITING = 0.01
-"""share of a stage's work that its weight gradients must be for it to pay to put them off"""
+__all__ = ["LiveBytes", "least_caps", "live_bytes", "weight_delays"]
 
 
 def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, hardware: Hardware) -> list[int]:
@@ -58,7 +56,11 @@ def _most_live(chain: Chain, stage: StageChoice, hardware: Hardware) -> int:
 
 
 def weight_delays(
-    chain: Chain, stages: Sequence[StageChoice], caps: Sequence[int], hardware: Hardware
+    chain: Chain,
+    stages: Sequence[StageChoice],
+    caps: Sequence[int],
+    hardware: Hardware,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> list[int]:
     """By how many micro-batches each stage of a zero-bubble order puts its weight gradients off.
 
@@ -66,7 +68,7 @@ def weight_delays(
     where it has next to no weight gradients.
     """
     delays, seconds = [], _first_replicas(chain, stages, hardware)
-    pays = (seconds.weight_gradient >= WORTH_WAITING * seconds.work).tolist()
+    pays = (seconds.weight_gradient >= tuning.worth_deferring * seconds.work).tolist()
     for stage, cap, delay, worth in zip(stages, caps, weight_gradient_delays(caps), pays, strict=True):
         wanted = delay if worth else 0
         found = live_bytes(chain, stage, hardware)

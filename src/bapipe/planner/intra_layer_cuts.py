@@ -22,11 +22,11 @@ from bapipe.costs.stage_memory import every_run_bytes
 from bapipe.costs.stage_time import UnitSeconds, every_run
 from bapipe.errors import InfeasibleError
 from bapipe.planner.evaluate import Hardware, StageChoice
-from bapipe.planner.fixed_partitions import THOROUGH
 from bapipe.planner.partition.paper.intra_layer import refine
 from bapipe.planner.partition.paper.straight_cuts import starts
 from bapipe.planner.pipelines import Family, optimal, straight_stages
 from bapipe.planner.request import Request
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
 __all__ = [
     "divided_stages",
@@ -38,20 +38,18 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-_LIMITS = 6
-"""limits of the longest stage that are tried between the least there is and the largest that can pay"""
 
 
 @functools.lru_cache(maxsize=16)
-def refined(chain: Chain) -> Chain:
+def refined(chain: Chain, slices: int = DEFAULT_TUNING.slices) -> Chain:
     """The chain with every layer that may be divided in slices."""
-    return refine(chain, range(len(chain.profile.layers)))
+    return refine(chain, range(len(chain.profile.layers)), slices)
 
 
-def splits_everywhere(chain: Chain, hardware: Hardware, request: Request) -> bool:
+def splits_everywhere(chain: Chain, hardware: Hardware, request: Request, tuning: Tuning = DEFAULT_TUNING) -> bool:
     """Whether every layer that may be divided is tried so, and at every depth: where that is not too much."""
     divides = request.split_layers and request.strategy in ("exact", "gpipe") and request.space == "full"
-    return divides and len(refined(chain)) * len(hardware.cluster) <= THOROUGH
+    return divides and len(refined(chain, tuning.slices)) * len(hardware.cluster) <= tuning.thorough_size
 
 
 def split_stages(
@@ -61,17 +59,20 @@ def split_stages(
     family: Family,
     microbatches: int,
     fast: bool,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Iterator[tuple[Chain, list[StageChoice]]]:
     """The optimum of as many stages on the finer chain, as if parts cost their share; then with what they cost."""
     if all(unit.whole for unit in finer.units):
         return
     # What does not fit by what is known before the cuts are may fit: `divided_stages` weighs more closely.
     with contextlib.suppress(InfeasibleError):
-        best = optimal(finer, hardware, family, microbatches, num_stages=len(stages), fast_links=fast)
+        best = optimal(
+            finer, hardware, family, microbatches, num_stages=len(stages), fast_links=fast, tuning=tuning
+        )
         yield finer, best
         stages = best
-    if parts_cost_more(finer) and len(finer) * len(hardware.cluster) <= THOROUGH:
-        for cut in divided_stages(finer, stages, hardware, family, microbatches):
+    if parts_cost_more(finer) and len(finer) * len(hardware.cluster) <= tuning.thorough_size:
+        for cut in divided_stages(finer, stages, hardware, family, microbatches, tuning):
             yield finer, cut
 
 
@@ -95,7 +96,12 @@ class _Spans:
 
 
 def divided_stages(
-    chain: Chain, stages: Sequence[StageChoice], hardware: Hardware, family: Family, microbatches: int
+    chain: Chain,
+    stages: Sequence[StageChoice],
+    hardware: Hardware,
+    family: Family,
+    microbatches: int,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> list[list[StageChoice]]:
     """The best cuts for the accelerators of these straight stages in their order; [] if none fits.
 
@@ -114,7 +120,8 @@ def divided_stages(
     low = high = _longest(spans, shortest)
     if microbatches > 1:
         high = max(low, (time(shortest) - _fill(spans, sends, least)) / (microbatches - 1))
-    trials = [_least(spans, float(limit) * (1 + 1e-12), sends) for limit in np.linspace(low, high, _LIMITS)]
+    limits = np.linspace(low, high, tuning.split_limits)
+    trials = [_least(spans, float(limit) * (1 + 1e-12), sends) for limit in limits]
     quickest = min((cuts for cuts in (shortest, *trials) if cuts is not None), key=time)
     members = [stage.accelerators[0] for stage in stages]
     return [

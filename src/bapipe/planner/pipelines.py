@@ -19,6 +19,7 @@ from bapipe.planner.inflight_caps import least_caps, live_bytes, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
 from bapipe.planner.partition.exact.solve import solve
 from bapipe.planner.partition.paper.straight_cuts import starts
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import SCHEDULES, capped, interleaved
 from bapipe.schedule.inflight import declining_caps, live_microbatches, ranks_behind, waiting_microbatches
@@ -26,7 +27,6 @@ from bapipe.schedule.zero_bubble import zero_bubble
 
 __all__ = [
     "FAMILIES",
-    "MOST_TYPES",
     "Family",
     "build",
     "families_for",
@@ -36,13 +36,6 @@ __all__ = [
     "straight_stages",
     "with_cuts",
 ]
-
-MOST_TYPES = 3
-"""accelerator types that the exact partition orders freely; with more, the cluster's own order is kept"""
-_CLOSER_LOOKS = 5
-"""times that the exact partition is asked again with less memory where its answer turns out not to fit"""
-_KEPT_FORWARDS = 100_000
-"""stages · micro-batches up to which a schedule is kept for the next candidate of its shape"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +58,7 @@ class Family:
         """Micro-batches there that only wait for their weight gradients."""
         return waiting_microbatches(self.schedule, behind, microbatches, ranks=ranks)
 
-    def straight(self) -> Family:
+    def unreplicated(self) -> Family:
         """The same without replicated stages."""
         return replace(self, replicas=False)
 
@@ -101,8 +94,7 @@ def families_for(
     if kinds == {"asynchronous"}:
         return {name: FAMILIES[name] for name in ("1f1b-as", "fbp-as")}
     if paper:
-        straight = ("1f1b-sno", "1f1b-so")
-        return {name: FAMILIES[name].straight() for name in straight}
+        return {name: FAMILIES[name].unreplicated() for name in ("1f1b-sno", "1f1b-so")}
     # PipeDream trains another way, with stale weights: it is for comparison and must be asked for.
     return {
         name: replace(family, cap=cap if name == "1f1b" else None)
@@ -122,6 +114,7 @@ def optimal(
     replicas: bool = False,
     unlimited: bool = False,
     fast_links: bool = True,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> list[StageChoice]:
     """The optimal stages for a family of schedules; raises InfeasibleError (`bapipe.planner.partition.exact`).
 
@@ -131,7 +124,7 @@ def optimal(
     types = chain.types
     counts = [sum(item.type == name for item in cluster.accelerators) for name in types]
     order = None
-    if cluster.topology == "chain" or len(types) > MOST_TYPES:
+    if cluster.topology == "chain" or len(types) > tuning.most_types:
         order = tuple(types.index(item.type) for item in cluster.accelerators)
     total = len(cluster)
     link = cluster.within if fast_links or cluster.between is None else cluster.between
@@ -174,7 +167,7 @@ def optimal(
     )
     stages = first = _assign(cluster, types, solve(problem, explained=False))
     times = 1
-    for _ in range(_CLOSER_LOOKS):
+    for _ in range(tuning.memory_retries):
         lacking = _lacking(chain, stages, family, microbatches, hardware)
         if not any(lacking.values()):
             return stages
@@ -294,7 +287,12 @@ def require_layers(chain: Chain, stages: int) -> None:
 
 
 def build(
-    chain: Chain, stages: Sequence[StageChoice], family: Family, microbatches: int, hardware: Hardware
+    chain: Chain,
+    stages: Sequence[StageChoice],
+    family: Family,
+    microbatches: int,
+    hardware: Hardware,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Candidate:
     """The candidate that runs these stages under the family's schedule.
 
@@ -312,8 +310,9 @@ def build(
         )
     if family.schedule == "zb":
         assert caps is not None
-        delays = weight_delays(chain, stages, caps, hardware)
-    schedule = _schedule(family, counts, microbatches, caps, delays)
+        delays = weight_delays(chain, stages, caps, hardware, tuning)
+    kept = len(stages) * microbatches <= tuning.kept_schedule_size
+    schedule = _schedule(family, counts, microbatches, caps, delays, kept=kept)
     shape = f"{len(stages)} stages" if max(counts) == 1 else "stages " + "-".join(map(str, counts))
     again = sum(stage.recompute for stage in stages)
     label = f"{family.label}, {shape}"
@@ -323,13 +322,18 @@ def build(
 
 
 def _schedule(
-    family: Family, counts: list[int], microbatches: int, caps: list[int] | None, delays: list[int] | None
+    family: Family,
+    counts: list[int],
+    microbatches: int,
+    caps: list[int] | None,
+    delays: list[int] | None,
+    *,
+    kept: bool,
 ) -> Schedule:
     if caps is None and family.schedule in ("1f1b-sno", "1f1b-so", "1f1b-as", "gpipe"):
         caps = [family.inflight(behind, sum(counts), microbatches) for behind in ranks_behind(counts)]
     own = None if caps is None or family.schedule == "fbp-as" else tuple(caps)
-    few = len(counts) * microbatches <= _KEPT_FORWARDS
-    return (_make_schedule if few else _make_schedule.__wrapped__)(
+    return (_make_schedule if kept else _make_schedule.__wrapped__)(
         family.schedule, tuple(counts), microbatches, own, None if delays is None else tuple(delays)
     )
 

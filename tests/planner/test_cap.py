@@ -90,7 +90,7 @@ def test_k_holds_where_it_does_not_fit() -> None:
     with pytest.raises(InfeasibleError, match=r"the closest, 1f1b with K = 32, 4 stages"):
         explore(profile, cluster, replace(usual, cap=32))
     recomputing = explore(profile, cluster, replace(usual, cap=32, strategy="exact", stages=4)).best
-    assert recomputing.live[0] == 32
+    assert recomputing.inflight[0] == 32
     assert recomputing.candidate.stages[0].recompute
 
 

@@ -17,8 +17,8 @@ from bapipe.planner import Request, explore, make_plan
 from bapipe.planner.data_parallel import analytic_alternatives
 from bapipe.planner.evaluate import Hardware
 from bapipe.planner.inflight_caps import least_caps
-from bapipe.planner.partition.paper.straight_cuts import prefix_work
-from bapipe.planner.pipelines import FAMILIES, straight_stages
+from bapipe.planner.partition.paper.stage_cuts import prefix_work
+from bapipe.planner.pipelines import FAMILIES, unreplicated_stages
 from bapipe.records.plan import MemoryParts, Plan
 from bapipe.reporting.html.document import Subject, make_subject
 from bapipe.schedule import inflight
@@ -81,7 +81,7 @@ def test_the_search_the_plan_the_report_and_recalibration_follow_the_time_of_a_s
 def _caps_that_hide_transfers() -> list[int]:
     """Of two alike stages, 9 s of transfer each way between them."""
     chain = make_chain(made_profile({"x": [3.0] * 4}, boundary=[9e9] * 4), ["x"], 1)
-    return least_caps(chain, straight_stages([1, 3], [0, 1]), 8, Hardware(cluster=two()))
+    return least_caps(chain, unreplicated_stages([1, 3], [0, 1]), 8, Hardware(cluster=two()))
 
 
 def test_the_search_the_plan_and_the_report_follow_the_memory_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +136,4 @@ def test_schedules_the_search_the_plan_and_the_report_follow_the_microbatches_in
     assert FAMILIES["zb-h2"].inflight(2, 2, 8) == 4
     assert Rule(schedule="fbp-as", microbatch=2, minibatch=32, forward_share=0.5).images(1) == 2 * 3
     chain, hardware = make_chain(alike(), ["x"], 1), Hardware(cluster=two())
-    assert least_caps(chain, straight_stages([1, 3], [0, 1]), 8, hardware) == [3, 2]
+    assert least_caps(chain, unreplicated_stages([1, 3], [0, 1]), 8, hardware) == [3, 2]

@@ -1,4 +1,4 @@
-"""On PipeDream's published profiles no rival's plan is faster, and the straight optimum is PipeDream's."""
+"""On PipeDream's published profiles no baseline's plan is faster, and the unreplicated optimum is PipeDream's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_straight_bottleneck_is_pipedreams_optimum(name: str, count: int, ba
         transfer=send.tolist(),
         synchronise=[0.0] * len(chain),
         machines=count,
-        straight=True,
+        unreplicated=True,
     )
     problem = Problem.unlimited(
         forward=chain.forward,

@@ -123,7 +123,9 @@ def test_a_plan_for_another_optimizer_than_was_timed_says_so() -> None:
         tables = {"x": replace(profile.table("x"), optimizer=timed)}
         request = replace(REQUEST, optimizer=wanted)  # type: ignore[arg-type]
         plan = make_plan(explore(replace(profile, accelerators=tables), cluster, request))
-        note = f"the update is timed with {timed} but planned for {wanted}: profile with --optimizer {wanted}"
+        note = (
+            f"the optimizer step is timed with {timed} but planned for {wanted}: profile with --optimizer {wanted}"
+        )
         assert (note in plan.notes) is told
 
 

@@ -26,23 +26,23 @@ __all__ = ["plan_command"]
 @click.command("plan")
 @click.argument("model")
 @click.option("--cluster", required=True, help="TOML file, or a shorthand such as 4xv100 or 2xa100+2xv100.")
-@click.option("--minibatch", type=int, help="Samples per update.  [default: 64 per accelerator]")
+@click.option("--minibatch", type=int, help="Samples per optimizer step.  [default: 64 per accelerator]")
 @click.option("--microbatch", type=int, help="Micro-batch size.  [default: the best]")
 @click.option(
     "--schedule",
     help="1f1b-sno, 1f1b-so, 1f1b, gpipe, zb, zb-h1, zb-h2, interleaved, 1f1b-as, fbp-as, data-parallel.",
 )
-@click.option("--cap", type=int, metavar="K", help="Micro-batches live at the first stage, of schedule 1f1b.")
-@click.option("--stages", type=int, help="A straight pipeline of so many unreplicated stages.")
+@click.option("--cap", type=int, metavar="K", help="In-flight micro-batches at the first stage, of schedule 1f1b.")
+@click.option("--stages", type=int, help="A pipeline of so many stages without replicas.")
 @click.option("--strategy", default="exact", show_default=True, help=", ".join(STRATEGIES) + ".")
 @click.option("--space", type=click.Choice(["full", "paper"]), default="full", show_default=True,
-              help="paper: N straight stages, or data parallelism without accumulation.")  # fmt: skip
+              help="paper: N stages without replicas, or data parallelism without accumulation.")  # fmt: skip
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="sgd", show_default=True)
 @click.option(
     "--dtype",
     default="fp32",
     show_default="fp32; fp16 on FPGAs",
-    help="Of weights and features, where nothing was measured.",
+    help="Of weights and activations, where nothing was measured.",
 )
 @click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")

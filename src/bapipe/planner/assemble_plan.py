@@ -18,7 +18,7 @@ __all__ = ["make_plan"]
 
 
 def make_plan(found: Exploration) -> Plan:
-    """The plan of the best evaluation, with its rivals and why each lost."""
+    """The plan of the best evaluation, with its alternatives and why each lost."""
     best = found.best
     chain = best.candidate.chain
     return Plan(
@@ -43,7 +43,7 @@ def make_plan(found: Exploration) -> Plan:
             gap=best.time / found.lower_bound - 1,
             source=chain.source,
         ),
-        rivals=_rivals(found),
+        rivals=_alternatives(found),
         notes=_notes(found),
     )
 
@@ -82,7 +82,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 weight_bytes=needed.weights,
                 memory_bytes=best.memory[index],
                 memory_capacity=best.capacity[index],
-                peak_features=best.live[index],
+                peak_features=best.inflight[index],
                 stash_bytes=needed.stash,
                 kept_bytes=needed.kept,
                 delayed_bytes=needed.delayed if index in parted else None,
@@ -110,9 +110,9 @@ def _fractions(chain: Chain, first: int, last: int) -> tuple[LayerPart, ...]:
     return tuple(part for part in parts.values() if part.stop - part.start < part.of)
 
 
-def _rivals(found: Exploration) -> tuple[Rival, ...]:
+def _alternatives(found: Exploration) -> tuple[Rival, ...]:
     best, as_fast = found.best, found.tuning.as_fast
-    rivals = []
+    alternatives = []
     for evaluation in found.considered:
         if evaluation is best:
             continue
@@ -123,24 +123,24 @@ def _rivals(found: Exploration) -> tuple[Rival, ...]:
             layers = evaluation.candidate.stages[short[0]]
             first, last = (evaluation.candidate.chain.units[unit].layer for unit in (layers.first, layers.last))
             reason = f"{format_bytes(short[1])} short on stage {short[0]} (layers {first} to {last})"
-            rivals.append(Rival(name=name, time=None, memory_bytes=fullest, reason=reason))
+            alternatives.append(Rival(name=name, time=None, memory_bytes=fullest, reason=reason))
         else:
             slower, more = best.throughput / evaluation.throughput - 1, fullest - max(best.memory)
             why = f"{format_bytes(more)} more" if abs(slower) < as_fast and more > 0 else _cause(evaluation)
             reason = f"{_pace(slower, as_fast)}; {why}"
-            rivals.append(Rival(name=name, time=evaluation.time, memory_bytes=fullest, reason=reason))
+            alternatives.append(Rival(name=name, time=evaluation.time, memory_bytes=fullest, reason=reason))
     for estimate in found.estimates:
         if estimate.memory > estimate.capacity:
             lacking = format_bytes(estimate.memory - estimate.capacity)
-            rivals.append(
+            alternatives.append(
                 Rival(name=estimate.name, time=None, memory_bytes=estimate.memory, reason=f"{lacking} short")
             )
         else:
             reason = f"{_pace(estimate.time / best.time - 1, as_fast)}; not run by BaPipe"
-            rivals.append(
+            alternatives.append(
                 Rival(name=estimate.name, time=estimate.time, memory_bytes=estimate.memory, reason=reason)
             )
-    return tuple(rivals)
+    return tuple(alternatives)
 
 
 def _pace(slower: float, as_fast: float) -> str:
@@ -197,11 +197,11 @@ def _notes(found: Exploration) -> tuple[str, ...]:
     others = sorted(timed - {"", wanted, *find_optimizer(wanted).steps_like})
     if others:
         notes.append(
-            f"the update is timed with {', '.join(others)} but planned for {wanted}: profile with "
+            f"the optimizer step is timed with {', '.join(others)} but planned for {wanted}: profile with "
             f"--optimizer {wanted}"
         )
     if chain.interpolated:
         notes.append(f"micro-batch {chain.microbatch} is interpolated between profiled sizes")
     if found.request.space == "paper":
-        notes.append("space of the paper: N straight stages, or data parallelism without accumulation")
+        notes.append("space of the paper: N stages without replicas, or data parallelism without accumulation")
     return tuple(notes)

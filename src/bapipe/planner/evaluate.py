@@ -102,13 +102,13 @@ class Evaluation:
 
     candidate: Candidate
     schedule: Schedule
-    """as run: with recomputation, all-reduce and update"""
+    """as run: with recomputation, all-reduce and optimizer step"""
     costs: Costs
     timeline: Timeline
     peaks: tuple[PeakBytes, ...]
     """on the fullest accelerator of each stage, all its stages together"""
     capacity: tuple[float, ...]
-    live: tuple[float, ...]
+    inflight: tuple[float, ...]
     """in-flight micro-batches per replica of each stage, at most"""
     stage_seconds: StageSeconds
     """what each stage takes per micro-batch"""
@@ -188,7 +188,7 @@ def shared_sums(
     """Seconds that each stage sums gradients of divided layers of which every part holds all weights.
 
     `divided` has the layers of which a stage has only a part, `members` its accelerators. The stages sum after the
-    last backward and before the update; that the later ones wait for the first is not counted.
+    last backward and before the optimizer step; that the later ones wait for the first is not counted.
     """
     seconds = [0.0] * len(divided)
     for layer in sorted({layer for layers in divided for layer in layers}):
@@ -270,7 +270,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         needed,
         copies=hardware.static_copies(),
         update_copies=hardware.update_copies(),
-        phases_told=candidate.chain.phases_told,
+        phases_known=candidate.chain.phases_known,
     )
     capacity = tuple(
         min(hardware.cluster.type_of(index).memory for index in stage.accelerators) for stage in candidate.stages
@@ -284,7 +284,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
             max((peaks[rank] for rank in ranks), key=lambda peak: peak.total) for ranks in schedule.placement
         ),
         capacity=capacity,
-        live=tuple(
+        inflight=tuple(
             float(-(-count // len(ranks)))
             for count, ranks in zip(timeline.peak_live(), schedule.placement, strict=True)
         ),
@@ -294,9 +294,9 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
 
 
 def _updating_always(costs: Costs) -> Costs:
-    """A pipeline that never flushes updates after every backward: the update is part of it.
+    """A pipeline that never flushes steps the optimizer after every backward: the step is part of it.
 
-    The error is sent before the update, so where a transfer is waited for this is a little too long.
+    The input gradient is sent before that step, so where a transfer is waited for this is a little too long.
     """
     backward = tuple(b + u for b, u in zip(costs.backward, costs.update, strict=True))
     return replace(costs, backward=backward, update=(0.0,) * len(costs.update))

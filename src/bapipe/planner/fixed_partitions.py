@@ -1,4 +1,4 @@
-"""Partitions that do not depend on the schedule (the rivals'), and the paper's, which depends on its memory."""
+"""Partitions that do not depend on the schedule (the baselines'), and the paper's, which depends on its memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice
 from bapipe.planner.partition import baselines
 from bapipe.planner.partition.paper.balanced import Balanced, balanced_partition
-from bapipe.planner.partition.paper.straight_cuts import Cuts
-from bapipe.planner.pipelines import Family, build, require_layers, straight_stages
+from bapipe.planner.partition.paper.stage_cuts import Cuts
+from bapipe.planner.pipelines import Family, build, require_layers, unreplicated_stages
 from bapipe.planner.request import Request
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
@@ -52,7 +52,7 @@ def _transfer_of(link: Link) -> Callable[[Chain], Callable[[int], float]]:
 def fixed_partitions(
     chain: Chain, hardware: Hardware, request: Request, tuning: Tuning = DEFAULT_TUNING
 ) -> list[tuple[StageChoice, ...]]:
-    """The rivals' stages: the asked one's, or, for the exact strategy, all of them as candidates of its own."""
+    """The baselines' stages: the asked one's, or, for the exact strategy, all of them as candidates of its own."""
     cluster = hardware.cluster
     depth = _depth(chain, hardware, request)
     row = chain.row(cluster.accelerators[0].type)
@@ -92,18 +92,18 @@ def dealt_stages(firsts: Sequence[int], replicas: Sequence[int], units: int) -> 
 
 
 def _pipedream(chain: Chain, hardware: Hardware, request: Request, depth: int) -> list[tuple[StageChoice, ...]]:
-    """PipeDream's own optimum: straight, and with replicated stages where the space allows them."""
+    """PipeDream's own optimum: without replicas, and with replicated stages where the space allows them."""
     cluster = hardware.cluster
     row = chain.row(cluster.accelerators[0].type)
     free = request.stages is None and request.space == "full" and len(cluster) > 1
     found = []
-    for machines, straight in [(depth, True), *([(len(cluster), False)] if free else [])]:
+    for machines, unreplicated in [(depth, True), *([(len(cluster), False)] if free else [])]:
         plan = baselines.pipedream(
             UnitSeconds.of(chain).work[row].tolist(),
             transfer=(chain.boundary_forward[:-1] / cluster.within.bandwidth).tolist(),
             synchronise=(UnitBytes.of(chain).weights / cluster.within.bandwidth).tolist(),
             machines=machines,
-            straight=straight,
+            unreplicated=unreplicated,
         )
         found.append(dealt_stages(plan.cuts, plan.replicas, len(chain)))
     return found
@@ -127,13 +127,13 @@ def paper_candidate(
         chain,
         rows=tuple(chain.row(cluster.accelerators[index].type) for index in members),
         capacity=tuple(cluster.type_of(index).memory for index in members),
-        live=tuple(family.inflight(depth - index, depth, microbatches) for index in members),
+        inflight=tuple(family.inflight(depth - index, depth, microbatches) for index in members),
         copies=hardware.static_copies(),
         link=_slowest(cluster),
         split_layers=request.strategy == "bapipe" or request.split_layers,
         slices=tuning.slices,
     )
-    stages = straight_stages(balanced.cuts, members)
+    stages = unreplicated_stages(balanced.cuts, members)
     return replace(build(balanced.chain, stages, family, microbatches, hardware, tuning), steps=balanced.steps)
 
 
@@ -143,13 +143,13 @@ def _balanced(
     *,
     rows: tuple[int, ...],
     capacity: tuple[float, ...],
-    live: tuple[int, ...],
+    inflight: tuple[int, ...],
     copies: int,
     link: Link,
     split_layers: bool,
     slices: int,
 ) -> Balanced:
-    """The partition, which families with as many live micro-batches share."""
+    """The partition, which families with as many in-flight micro-batches share."""
 
     def memory_of(own: Chain) -> Callable[[Cuts], list[float]]:
         known: dict[tuple[int, int, int], float] = {}
@@ -161,7 +161,7 @@ def _balanced(
                 key = (index, first, last)
                 held = known.get(key)
                 if held is None:
-                    held = known[key] = stage_bytes(own, first, last).held(copies, live[index])
+                    held = known[key] = stage_bytes(own, first, last).held(copies, inflight[index])
                 needed.append(held)
                 first = last + 1
             return needed

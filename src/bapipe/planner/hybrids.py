@@ -1,7 +1,7 @@
-"""Pipelines with replicas: of few stages that the accelerators divide evenly, and whole ones side by side.
+"""Pipelines with replicas: of few stages that the accelerators divide evenly, and whole ones replicated.
 
-The exact partition goes by a formula that takes stages to fill and drain as if alike. Straight pipelines of uneven
-stages take longer than it says, replicated ones do not, so some of these are always simulated as well.
+The exact partition goes by a formula that takes stages to fill and drain as if alike. Pipelines of uneven stages
+without replicas take longer than it says, replicated ones do not, so some of these are always simulated as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bapipe.hardware.cluster import Cluster
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time, seconds_of
 from bapipe.planner.fixed_partitions import dealt_stages
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
-from bapipe.schedule.replicas import side_by_side
+from bapipe.schedule.replicas import replicated_pipelines
 
 __all__ = ["balanced_hybrids", "copies_of", "numbers_of_copies"]
 
@@ -62,7 +62,7 @@ def _shares(count: int, microbatches: int, tuning: Tuning) -> Iterator[tuple[int
 
 
 def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], microbatches: int) -> float:
-    """Seconds per mini-batch by the exact partition's formula (`exact_problem`), links taken as free."""
+    """Seconds per global batch by the exact partition's formula (`exact_problem`), links taken as free."""
     work: list[float] = seconds_of(chain, stages, hardware.cluster).work.tolist()
     steady = max(
         (-(-microbatches // len(stage.accelerators)) - 1) * own for stage, own in zip(stages, work, strict=True)
@@ -75,20 +75,20 @@ def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], mic
 
 
 def numbers_of_copies(cluster: Cluster) -> list[int]:
-    """How many pipelines of two stages or more may run side by side on all accelerators, which must be alike."""
+    """How many pipelines of two stages or more may run as replicas on all accelerators, which must be alike."""
     count = len(cluster)
     alike = len({item.type for item in cluster.accelerators}) == 1 and cluster.topology == "full"
     return [number for number in range(2, count // 2 + 1) if count % number == 0] if alike else []
 
 
 def copies_of(candidate: Candidate, number: int, cluster: Cluster) -> Iterator[Candidate]:
-    """As many of a straight pipeline that is planned for the first accelerators.
+    """So many replicas of a pipeline that is planned for the first accelerators.
 
     Replicas of a stage are neighbours; with several nodes also apart, so that each pipeline keeps to few nodes.
     """
     stages, each = candidate.stages, len(cluster) // number
     shape = "-".join([str(number)] * len(stages))
-    schedule = side_by_side([candidate.schedule] * number)
+    schedule = replicated_pipelines([candidate.schedule] * number)
     label = f"{candidate.label.partition(',')[0]}, stages {shape}"
     several = len({item.node for item in cluster.accelerators}) > 1
     for near in (True, False) if several else (True,):

@@ -43,7 +43,7 @@ def goes_on_fpgas(model: str, cluster: Cluster) -> bool:
 
 
 def layers_for_fpgas(model: str) -> Model:
-    """A built-in model or a layer table. An FPGA has modules per convolution, so blocks are told apart."""
+    """A built-in model or a layer table. An FPGA has modules per convolution, so blocks are split."""
     if not is_builtin(model):
         return read_layer_table(model)
     return builtin_model(model, granularity="conv") if model.lower().startswith("resnet") else builtin_model(model)

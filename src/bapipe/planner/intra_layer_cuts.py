@@ -23,8 +23,8 @@ from bapipe.costs.stage_time import UnitSeconds, every_run
 from bapipe.errors import InfeasibleError
 from bapipe.planner.evaluate import Hardware, StageChoice
 from bapipe.planner.partition.paper.intra_layer import refine
-from bapipe.planner.partition.paper.straight_cuts import starts
-from bapipe.planner.pipelines import Family, optimal, straight_stages
+from bapipe.planner.partition.paper.stage_cuts import starts
+from bapipe.planner.pipelines import Family, optimal, unreplicated_stages
 from bapipe.planner.request import Request
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
@@ -90,8 +90,8 @@ class _Spans:
     """seconds per micro-batch, recomputation included"""
     steady: Floats
     """seconds per micro-batch that the stage or the link after it is busy"""
-    put_off: Floats
-    """seconds per micro-batch of weight gradients that can be put off"""
+    deferrable: Floats
+    """seconds per micro-batch of weight gradients that can be deferred"""
     fits: NDArray[np.bool_]
 
 
@@ -103,7 +103,7 @@ def divided_stages(
     microbatches: int,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> list[list[StageChoice]]:
-    """The best cuts for the accelerators of these straight stages in their order; [] if none fits.
+    """The best cuts for the accelerators of these stages, one each, in their order; [] if none fits.
 
     The time is that of `bapipe.planner.partition.exact.problem`, T = Φ + B, with what parts cost on top. Two are
     returned where they differ: the least longest stage, and the least T of a few limits between that and where a
@@ -127,7 +127,7 @@ def divided_stages(
     return [
         [
             replace(choice, recompute=stage.recompute)
-            for choice, stage in zip(straight_stages(cuts, members), stages, strict=True)
+            for choice, stage in zip(unreplicated_stages(cuts, members), stages, strict=True)
         ]
         for cuts in dict.fromkeys((tuple(shortest), tuple(quickest)))
     ]
@@ -138,7 +138,7 @@ def staggered_stages(
 ) -> list[StageChoice] | None:
     """The cuts for an order in which no stage waits but at its ends; None if none fits.
 
-    Stage i begins i forwards late. Where it has no weight gradients to put off it is done i input gradients before
+    Stage i begins i forwards late. Where it has no weight gradients to defer it is done i input gradients before
     the end, else it fills that time with them: so it may have more work. The least T of
 
         Φ_i + M·work_i + max(0, D_i − M·W_i) ≤ T
@@ -155,10 +155,10 @@ def staggered_stages(
     back = float((units.backward - units.weight_gradient)[rows].sum(axis=1).mean()) / count + send
     limited = []
     for index, span in enumerate(spans):
-        ends = index * ahead + np.maximum(0.0, index * back - microbatches * span.put_off)
+        ends = index * ahead + np.maximum(0.0, index * back - microbatches * span.deferrable)
         limited.append(replace(span, steady=span.work + ends / microbatches))
     cuts = _least(limited, None, sends)
-    return None if cuts is None else straight_stages(cuts, members)
+    return None if cuts is None else unreplicated_stages(cuts, members)
 
 
 def _spans(
@@ -180,14 +180,14 @@ def _spans(
             there = chain.boundary_forward / link.bandwidth + link.latency
             back = chain.boundary_backward / link.bandwidth + link.latency
             busy = there + back if link.duplex == "half" else np.maximum(there, back)
-        live, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
-        needed = memory.held(hardware.static_copies(), live, waiting, recompute=stage.recompute)
+        inflight, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
+        needed = memory.held(hardware.static_copies(), inflight, waiting, recompute=stage.recompute)
         own = seconds[rows[index]]
         work = own.work + own.forward if stage.recompute else own.work.copy()
         work[np.tril_indices(len(chain), -1)] = np.inf
         steady = np.maximum(work + (there + back if family.communication == "exposed" else 0.0), busy)
         fits = needed <= cluster.type_of(member).memory
-        spans.append(_Spans(work=work, steady=steady, put_off=own.weight_gradient, fits=fits))
+        spans.append(_Spans(work=work, steady=steady, deferrable=own.weight_gradient, fits=fits))
         sends.append(there + back)
     return spans, sends
 

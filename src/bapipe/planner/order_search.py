@@ -1,7 +1,7 @@
 """Zero-bubble plans in an order made for their times, and the cuts that suit such an order.
 
-The exact partition balances stages; an order that puts weight gradients off until a stage would wait allows more
-work where there is more to put off. So the cuts are moved, several neighbours at a time, as long as that makes the
+The exact partition balances stages; an order that defers weight gradients until a stage would wait allows more
+work where there is more to defer. So the cuts are moved, several neighbours at a time, as long as that makes the
 order shorter.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate, stage_costs
-from bapipe.planner.inflight_caps import least_caps, live_bytes
+from bapipe.planner.inflight_caps import inflight_bytes, least_caps
 from bapipe.planner.intra_layer_cuts import refined, staggered_stages
 from bapipe.planner.partition.paper.intra_layer import translate
 from bapipe.planner.pipelines import FAMILIES, with_cuts
@@ -37,7 +37,7 @@ _Cuts = tuple[int, ...]
 def timed_plans(
     start: Evaluation, hardware: Hardware, *, moves: Moves, tuning: Tuning = DEFAULT_TUNING
 ) -> list[Evaluation]:
-    """Evaluations of a straight pipeline's stages in orders made for them, and of stages with moved cuts.
+    """Evaluations of a pipeline's stages in orders made for them, and of stages with moved cuts.
 
     `moves`: cuts are moved by the units that there are, or by slices of all layers that may be divided.
     """
@@ -131,7 +131,7 @@ class _Search:
         caps = least_caps(chain, stages, count, hardware)
         found = []
         for index, (stage, cap) in enumerate(zip(stages, caps, strict=True)):
-            bytes_ = live_bytes(chain, stage, hardware)
+            bytes_ = inflight_bytes(chain, stage, hardware)
             spare = self._tuning.order_spare_memory * cluster.type_of(stage.accelerators[0]).memory
             ahead = back = 0.0
             if index + 1 < len(stages):
@@ -151,7 +151,7 @@ class _Search:
                     send_forward=ahead,
                     send_backward=back,
                     cap=cap,
-                    live=bytes_.each,
+                    inflight=bytes_.each,
                     delayed=bytes_.delayed,
                     tail=costs.update[index],
                     room=bytes_.room - spare,

@@ -15,14 +15,14 @@ from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
-from bapipe.planner.inflight_caps import least_caps, live_bytes, weight_delays
+from bapipe.planner.inflight_caps import inflight_bytes, least_caps, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
 from bapipe.planner.partition.exact.solve import solve
-from bapipe.planner.partition.paper.straight_cuts import starts
+from bapipe.planner.partition.paper.stage_cuts import starts
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import SCHEDULES, capped, interleaved
-from bapipe.schedule.inflight import declining_caps, live_microbatches, ranks_behind, waiting_microbatches
+from bapipe.schedule.inflight import declining_caps, inflight_microbatches, ranks_behind, waiting_microbatches
 from bapipe.schedule.zero_bubble import zero_bubble
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "interleaved_candidate",
     "optimal",
     "require_layers",
-    "straight_stages",
+    "unreplicated_stages",
     "with_cuts",
 ]
 
@@ -52,7 +52,7 @@ class Family:
 
     def inflight(self, behind: int, ranks: int, microbatches: int) -> int:
         """Micro-batches at a stage with so many accelerators from it to the end, of so many in all."""
-        return live_microbatches(self.schedule, behind, microbatches, ranks=ranks, first=self.cap)
+        return inflight_microbatches(self.schedule, behind, microbatches, ranks=ranks, first=self.cap)
 
     def waiting(self, behind: int, ranks: int, microbatches: int) -> int:
         """Micro-batches there that only wait for their weight gradients."""
@@ -139,7 +139,7 @@ def optimal(
 
     def held(behind: int) -> int:
         counts = (count(behind, num_stages or total, microbatches) for count in (family.inflight, family.waiting))
-        return units.as_live(*counts)
+        return units.as_inflight(*counts)
 
     problem = Problem.unlimited(
         forward=seconds.forward,
@@ -194,11 +194,11 @@ def _lacking(
     behind, lacking = ranks, dict.fromkeys(chain.types, 0.0)
     for stage in stages:
         kind, count = cluster.accelerators[stage.accelerators[0]].type, len(stage.accelerators)
-        live = -(-family.inflight(behind, ranks, microbatches) // count)
+        inflight = -(-family.inflight(behind, ranks, microbatches) // count)
         waiting = family.waiting(behind, ranks, microbatches)
         behind -= count
-        found = live_bytes(chain, stage, hardware)
-        lacking[kind] = max(lacking[kind], live * found.each + waiting * found.delayed - found.room)
+        found = inflight_bytes(chain, stage, hardware)
+        lacking[kind] = max(lacking[kind], inflight * found.each + waiting * found.delayed - found.room)
     return lacking
 
 
@@ -261,7 +261,7 @@ def _assign(cluster: Cluster, types: Sequence[str], solution: Solution) -> list[
     return choices
 
 
-def straight_stages(cuts: Sequence[int], accelerators: Sequence[int]) -> list[StageChoice]:
+def unreplicated_stages(cuts: Sequence[int], accelerators: Sequence[int]) -> list[StageChoice]:
     """Stages from last units, one accelerator each."""
     return [
         StageChoice(first=first, last=last, accelerators=(index,))
@@ -297,7 +297,7 @@ def build(
     """The candidate that runs these stages under the family's schedule.
 
     1f1b takes the K that is asked for; else it and zb the least with which no transfer delays them, less where
-    memory does not allow so many; zb then puts weight gradients off as long as memory allows.
+    memory does not allow so many; zb then defers weight gradients as long as memory allows.
     """
     counts = [len(stage.accelerators) for stage in stages]
     caps: list[int] | None = None

@@ -10,8 +10,8 @@ from bapipe.planner.partition.paper.coarse_grained import coarse_grained, commun
 from bapipe.planner.partition.paper.inter_layer import ideal_time, inter_layer
 from bapipe.planner.partition.paper.intra_layer import intra_layer
 from bapipe.planner.partition.paper.memory_tuning import fit_memory
+from bapipe.planner.partition.paper.stage_cuts import Cuts, prefix_work, stage_times
 from bapipe.planner.partition.paper.step_record import Step
-from bapipe.planner.partition.paper.straight_cuts import Cuts, prefix_work, stage_times
 from bapipe.planner.tuning import DEFAULT_TUNING
 from bapipe.units import format_bytes, format_seconds
 

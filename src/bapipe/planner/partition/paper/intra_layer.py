@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from bapipe.costs.segments import Chain, make_chain
-from bapipe.planner.partition.paper.straight_cuts import Cuts, hill_climb, prefix_work, stage_times, starts
+from bapipe.planner.partition.paper.stage_cuts import Cuts, hill_climb, prefix_work, stage_times, starts
 from bapipe.planner.tuning import DEFAULT_TUNING
 
 __all__ = ["intra_layer", "refine", "translate"]

@@ -52,7 +52,7 @@ def test_the_search_the_plan_the_report_and_recalibration_follow_the_time_of_a_s
 ) -> None:
     before, _ = planned()
     assert [(stage.first_layer, stage.last_layer) for stage in before.stages] == [(0, 1), (2, 3)]
-    rivals = analytic_alternatives(make_chain(alike(), ["x"], 1), Hardware(cluster=two()), 8)
+    alternatives = analytic_alternatives(make_chain(alike(), ["x"], 1), Hardware(cluster=two()), 8)
     assert _caps_that_hide_transfers() == [5, 1]
     true = UnitSeconds.of
 
@@ -73,7 +73,7 @@ def test_the_search_the_plan_the_report_and_recalibration_follow_the_time_of_a_s
     chain, hardware = make_chain(alike(), ["x"], 1), Hardware(cluster=two())
     assert every_run(chain, 0).work[0, 1] == pytest.approx(12.0)
     assert prefix_work(chain)[0][1] == pytest.approx(9.0)
-    for one, other in zip(rivals, analytic_alternatives(chain, hardware, 8), strict=True):
+    for one, other in zip(alternatives, analytic_alternatives(chain, hardware, 8), strict=True):
         assert other.time > one.time
     assert _caps_that_hide_transfers() == [3, 1], "there is more time to hide them in"
 
@@ -88,7 +88,7 @@ def test_the_search_the_plan_and_the_report_follow_the_memory_of_a_stage(monkeyp
     before, shown = planned()
     chain = make_chain(alike(), ["x"], 1)
     weighed = stage_bytes(chain, 0, 1)
-    rivals = analytic_alternatives(chain, Hardware(cluster=two()), 8)
+    alternatives = analytic_alternatives(chain, Hardware(cluster=two()), 8)
     true = UnitBytes.of
 
     def heavier(chain: Chain) -> UnitBytes:
@@ -109,7 +109,7 @@ def test_the_search_the_plan_and_the_report_follow_the_memory_of_a_stage(monkeyp
     assert isinstance(stage_bytes(chain, 0, 1), StageBytes)
     assert stage_bytes(chain, 0, 1).stash == weighed.stash + MORE
     assert every_run_bytes(chain).stash[0, 1] == weighed.stash + MORE
-    for one, other in zip(rivals, analytic_alternatives(chain, Hardware(cluster=two()), 8), strict=True):
+    for one, other in zip(alternatives, analytic_alternatives(chain, Hardware(cluster=two()), 8), strict=True):
         assert other.memory == pytest.approx(one.memory + MORE)
     # The balanced cut does not fit any more: the first stage gives a layer away.
     tight, _ = planned(memory=after.stages[0].memory_bytes - 1e5)

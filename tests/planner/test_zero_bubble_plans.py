@@ -88,7 +88,7 @@ def test_what_is_let_go_counts() -> None:
     assert heavy.memory[-1] - light.memory[-1] == pytest.approx(6 * STASH * 9 / 10)
 
 
-def test_nothing_waits_where_there_is_nothing_to_put_off() -> None:
+def test_nothing_waits_where_there_is_nothing_to_defer() -> None:
     best = planned(profile_with(delayed=STASH, weight_share=0.001), 1e9, "zb")
     assert behind(best.schedule) == [1] * LAYERS
 

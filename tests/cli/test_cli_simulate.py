@@ -67,7 +67,7 @@ MESSAGES = {
     "zero forward": "forward time must be a finite number of more than 0, got 0",
     "negative transfer": "transfer time must be a finite number of at least 0, got -5",
     "no stages": "a pipeline needs at least 1 stage, got 0; raise --stages",
-    "no micro-batches": "a mini-batch needs at least 1 micro-batch, got 0; raise --microbatches",
+    "no micro-batches": "a global batch needs at least 1 micro-batch, got 0; raise --microbatches",
     "stages left out": "--stages is missing",
     "three forwards for four stages": "forward time: 4 stages need one value or 4, got 3",
     "unknown option": "No such option",

@@ -34,7 +34,7 @@ def test_texts_and_numbers_mean_the_same() -> None:
         ({**BASE, "minibatch": 10**400}, "minibatch must be from 1 to 65536, got a number of many digits"),
         ({**BASE, "stages": 513}, "stages must be from 1 to 512, got 513"),
         ({**BASE, "minibatch": 8192, "microbatch": 1}, "a page plans at most 4096 micro-batches, got 8192; raise"),
-        ({**BASE, "minibatch": 10, "microbatch": 4}, "a mini-batch of 10 is no multiple of a micro-batch of 4"),
+        ({**BASE, "minibatch": 10, "microbatch": 4}, "a global batch of 10 is no multiple of a micro-batch of 4"),
         ({**BASE, "schedule": "1f1b-s"}, "unknown schedule '1f1b-s'"),
         ({**BASE, "cap": 65_537}, "cap must be from 1 to 65536, got 65537"),
         ({**BASE, "cap": 4, "schedule": "zb-h1"}, "--cap belongs to the schedule 1f1b; zb-h1 sets its own K"),

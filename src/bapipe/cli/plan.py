@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any, cast
 
 import click
@@ -17,7 +16,6 @@ from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
 from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
 from bapipe.records.plan import Plan, write_plan
 from bapipe.units import format_bytes, format_seconds
@@ -28,23 +26,23 @@ __all__ = ["plan_command"]
 @click.command("plan")
 @click.argument("model")
 @click.option("--cluster", required=True, help="TOML file, or a shorthand such as 4xv100 or 2xa100+2xv100.")
-@click.option("--minibatch", type=int, help="Samples per update.  [default: 64 per accelerator]")
+@click.option("--minibatch", type=int, help="Samples per optimizer step.  [default: 64 per accelerator]")
 @click.option("--microbatch", type=int, help="Micro-batch size.  [default: the best]")
 @click.option(
     "--schedule",
     help="1f1b-sno, 1f1b-so, 1f1b, gpipe, zb, zb-h1, zb-h2, interleaved, 1f1b-as, fbp-as, data-parallel.",
 )
-@click.option("--cap", type=int, metavar="K", help="Micro-batches live at the first stage, of schedule 1f1b.")
-@click.option("--stages", type=int, help="A straight pipeline of so many unreplicated stages.")
+@click.option("--cap", type=int, metavar="K", help="In-flight micro-batches at the first stage, of schedule 1f1b.")
+@click.option("--stages", type=int, help="A pipeline of so many stages without replicas.")
 @click.option("--strategy", default="exact", show_default=True, help=", ".join(STRATEGIES) + ".")
 @click.option("--space", type=click.Choice(["full", "paper"]), default="full", show_default=True,
-              help="paper: N straight stages, or data parallelism without accumulation.")  # fmt: skip
+              help="paper: N stages without replicas, or data parallelism without accumulation.")  # fmt: skip
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="sgd", show_default=True)
 @click.option(
     "--dtype",
     default="fp32",
     show_default="fp32; fp16 on FPGAs",
-    help="Of weights and features, where nothing was measured.",
+    help="Of weights and activations, where nothing was measured.",
 )
 @click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
@@ -89,15 +87,21 @@ def plan_command(model: str, **options: Any) -> None:
             raise BaPipeError("--compare shows several plans, --report one; leave one of them out")
         _compare(profile, cluster, request, options)
         return
-    found = explore(profile, cluster, request)
+    explain = bool(options["report"]) or (options["explain"] and not options["as_json"])
+    found = explore(profile, cluster, request, explain=explain)
     plan = make_plan(found)
     if options["out"]:
         write_plan(plan, options["out"])
     if options["report"]:
         from bapipe.reporting.html.write_report import write_report
 
-        steps = tuple(found.steps or _paper_steps(found))
-        options["written"] = write_report(plan, options["report"], profile=found.profile, steps=steps)
+        options["written"] = write_report(
+            plan,
+            options["report"],
+            profile=found.profile,
+            steps=found.paper_steps,
+            predicted=found.best.timeline,
+        )
     if options["as_json"]:
         click.echo(json.dumps(_summary(plan, found, options), indent=1, allow_nan=False))
     else:
@@ -132,10 +136,10 @@ def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(render_plan(plan))
     if options["explain"]:
-        steps = found.steps or _paper_steps(found)
-        console.print(render_steps(steps))
-    timeline = plan_timeline(plan)
-    console.print(render_text(timeline, width=max(40, console.width), color=console.is_terminal, unit="s"))
+        console.print(render_steps(found.paper_steps))
+    console.print(
+        render_text(found.best.timeline, width=max(40, console.width), color=console.is_terminal, unit="s")
+    )
     if options["dataset_size"]:
         epoch = options["dataset_size"] / plan.prediction.throughput
         console.print(f"one epoch of {options['dataset_size']} samples: {format_seconds(epoch)}")
@@ -143,14 +147,6 @@ def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
         console.print(f"wrote {options['out']}", soft_wrap=True)
     for line in options.get("written", ()):
         console.print(line, soft_wrap=True, markup=False)
-
-
-def _paper_steps(found: Exploration) -> Sequence[Any]:
-    """The paper's steps for the same request, where the chosen partition came from elsewhere."""
-    request = dataclasses.replace(found.request, strategy="bapipe", schedule=None)
-    again = explore(found.profile, found.hardware.cluster, request)
-    stepped = [evaluation for evaluation in again.considered if evaluation.candidate.steps]
-    return stepped[0].candidate.steps if stepped else ()
 
 
 def _compare(profile: Profile, cluster: Cluster, request: Request, options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The links of a cluster as runs have used them: through the run's own transport, with its messages, beside its work.
+"""The links of a cluster as runs have used them: through their own transport, with their messages, beside work.
 
 A link file or a measurement of idle ranks says what a link can do. In a run, ranks compute while messages travel,
 and on CPUs the transport's threads wait for a core: a message of 32 kB takes some 80 µs between idle ranks and
@@ -37,8 +37,8 @@ class Message:
 def received_messages(plan: Plan, record: RunRecord) -> tuple[Message, ...]:
     """The messages of the recorded step that a rank waited for.
 
-    A rank takes a message in hand when it needs it. One that lay ready before has no arrival time of its own and is
-    left out.
+    A rank takes a message in hand when it needs it. One that lay ready before has no arrival time of its own and
+    is left out.
     """
     sender = {(event.action): event.rank for event in record.events}
     ends: dict[int, list[float]] = {}

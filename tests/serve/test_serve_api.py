@@ -127,7 +127,7 @@ def test_a_file_that_changes_is_planned_anew(served: Served, own_folder: Path) -
         ({"model": "vgg16", "cluster": "four"}, "unknown accelerator 'four'"),
         ({"model": "os:system", "cluster": "4xv100"}, "unknown model 'os:system'"),
         ({"model": "gnmt-9999", "cluster": "4xv100"}, "GNMT has at most 1000 layers here"),
-        ({**SMALL, "minibatch": "17"}, "a mini-batch of 17 is no multiple of a micro-batch of 8"),
+        ({**SMALL, "minibatch": "17"}, "a global batch of 17 is no multiple of a micro-batch of 8"),
         ({**SMALL, "stages": "9"}, "data parallelism has one stage"),
     ],
 )  # fmt: skip

@@ -42,7 +42,7 @@ class Placed:
     where: str
     """on-chip, ddr, or the name of the board that hosts them"""
     bytes: float
-    """of features those of all live images"""
+    """of activations those of all images in flight"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,7 @@ def _check_leaf(spec: InputSpec, index: int, leaf: Any, total: int) -> None:
     if spec.batched[index] and leaf.ndim and leaf.shape[0] != total:
         raise BaPipeError(
             f"input {index} has {leaf.shape[0]} samples, the plan is for a mini-batch of {total}; "
-            "give so many (a DataLoader with drop_last=True) or plan another --minibatch"
+            "give so many (a DataLoader with drop_last=True) or plan another --global-batch"
         )
     if tuple(leaf.shape) != expected:
         raise BaPipeError(
@@ -129,7 +129,7 @@ def split_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> l
             if leaf.shape[0] != total:
                 raise BaPipeError(
                     f"the target has {leaf.shape[0]} samples, the plan is for a mini-batch of {total}; "
-                    "give so many or plan another --minibatch"
+                    "give so many or plan another --global-batch"
                 )
             pieces: Sequence[Any] = torch.split(leaf.to(device, non_blocking=True), list(sizes))
         else:

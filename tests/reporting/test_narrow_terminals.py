@@ -114,12 +114,13 @@ def test_the_comparison_is_not_cut_either() -> None:
         "plan alexnet --cluster 2xv100 --global-batch 16 --compare",
         "simulate all -n 8 -m 32 --forward 10.125 --backward 20.375 --transfer 5.25",
         "what-if alexnet --cluster 2xv100 --sweep link=1..20GB/s --points 2 --global-batch 64",
-        "reproduce t1",
+        "reproduce table1",
     ],
 )
 def test_tables_of_commands_fit(command: str, tmp_path: Path) -> None:
-    text = bapipe(*command.split(), folder=tmp_path, COLUMNS="80").stdout
-    for line in text.splitlines():
+    done = bapipe(*command.split(), folder=tmp_path, COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
         if set(line) & set("│┃"):
             assert cell_len(line) <= 80
             assert not re.search(r"\w…", line), line

@@ -44,6 +44,11 @@ class Placed:
     bytes: float
     """of activations those of all images in flight"""
 
+    @property
+    def words(self) -> str:
+        """`what` in the words of the glossary; files keep the paper's."""
+        return "activations" if self.what == "features" else self.what
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fifo:

@@ -100,7 +100,7 @@ def _on_chip(deployment: Deployment) -> str:
 
 def _placed(deployment: Deployment) -> str:
     away = [
-        [safe(board.accelerator, 40), item.what, safe(item.layer, 48), safe(item.where, 40), size(item.bytes)]
+        [safe(board.accelerator, 40), item.words, safe(item.layer, 48), safe(item.where, 40), size(item.bytes)]
         for board in deployment.boards
         for item in sorted(board.placed, key=lambda item: -item.bytes)
         if item.where != "on-chip"

@@ -125,7 +125,7 @@ def _spills(deployment: Deployment) -> Iterable[str]:
         if not away:
             continue
         shown = [
-            f"{item.what} of {item.layer} {format_bytes(item.bytes)}"
+            f"{item.words} of {item.layer} {format_bytes(item.bytes)}"
             + ("" if item.where == "ddr" else f" (on {item.where})")
             for item in away[:_MOST_SPILLS]
         ]

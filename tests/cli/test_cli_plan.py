@@ -205,3 +205,13 @@ def test_a_small_plan_tells_its_gap_to_brute_force(count: int, tmp_path: Path) -
                   "--global-batch", "16", folder=tmp_path)  # fmt: skip
     notes = json.loads(done.stdout)["notes"]
     assert any("the best of all cuts of this depth" in note for note in notes)
+
+
+def test_a_measured_profile_has_its_own_dtype(tmp_path: Path) -> None:
+    text = (REPOSITORY / "examples" / "tiny-profile.json").read_text(encoding="utf-8")
+    (tmp_path / "profile.json").write_text(text.replace('"fp32"', '"bf16"'), encoding="utf-8")
+    options = ("profile.json", "--cluster", str(REPOSITORY / "examples" / "cluster-two-cpus.toml"))
+    made = bapipe("plan", *options, "--global-batch", "64", "--out", "plan.json", folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert read_plan(tmp_path / "plan.json").dtype == "bf16"
+    assert "is of bf16, asked for fp32" in refused("plan", *options, "--dtype", "fp32", folder=tmp_path)

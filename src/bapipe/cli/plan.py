@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import click
-from click.core import ParameterSource
 
 from bapipe.cli.options import renamed
 from bapipe.cli.plan_values import flat_plan
@@ -45,8 +44,7 @@ __all__ = ["plan_command"]
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="sgd", show_default=True)
 @click.option(
     "--dtype",
-    default="fp32",
-    show_default="fp32; fp16 on FPGAs",
+    show_default="fp32; fp16 on FPGAs; a profile's own",
     help="Of weights and activations, where nothing was measured.",
 )
 @click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
@@ -79,9 +77,7 @@ def plan_command(model: str, **options: Any) -> None:
     if goes_on_fpgas(model, cluster):
         from bapipe.cli.fpga import plan_on_fpgas
 
-        given = click.get_current_context().get_parameter_source("dtype") is ParameterSource.COMMANDLINE
-        own = {**options, "dtype": options["dtype"] if given else FPGA_DTYPE}
-        plan_on_fpgas(model, cluster, _request(options), own)
+        plan_on_fpgas(model, cluster, _request(options), {**options, "dtype": options["dtype"] or FPGA_DTYPE})
         return
     if options["assume"]:
         raise BaPipeError("--assume is for FPGA clusters and models without a profile; leave it out")

@@ -13,7 +13,6 @@ from bapipe.cli.fpga import read_cnn
 from bapipe.cli.options import renamed
 from bapipe.cli.values import plain_number
 from bapipe.costs.profile import Profile
-from bapipe.costs.resolve_model import DEFAULT_DTYPE
 from bapipe.errors import BaPipeError
 from bapipe.fpga import parse_assumptions
 from bapipe.hardware.cluster import Cluster
@@ -88,5 +87,4 @@ def _values(found: WhatIf) -> dict[str, Any]:
 
 
 def _profile(model: str, cluster: Cluster, options: dict[str, Any]) -> Profile:
-    dtype = options["dtype"] if model.lower().endswith(".json") else options["dtype"] or DEFAULT_DTYPE
-    return profile_for(model, cluster, microbatch=options["microbatch"], dtype=dtype)
+    return profile_for(model, cluster, microbatch=options["microbatch"], dtype=options["dtype"])

@@ -86,6 +86,26 @@ def test_a_phone_shows_it_without_scrolling_sideways(width: int, open_page: Open
     assert min(sizes) >= 12
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pictures_are_readable_to_their_end(width: int, open_page: Open, with_run: Path) -> None:
+    """Letters keep their size; what does not fit is reached by scrolling in the picture, which says so."""
+    page = open_page(with_run)
+    page.resize(width, 900)
+    pictures = page.script(
+        "return [...document.querySelectorAll('.picture')].map(box => {"
+        "  const svg = box.querySelector('svg'); box.scrollLeft = 1e6;"
+        "  const seen = box.getBoundingClientRect(), drawn = svg.getBoundingClientRect();"
+        "  return {letter: 11 * drawn.width / svg.viewBox.baseVal.width, wide: box.scrollWidth > box.clientWidth + 1,"
+        "    end: drawn.right <= seen.right + 1, hint: getComputedStyle(box, '::before').content !== 'none'};"
+        "});"
+    )
+    assert len(pictures) >= 4
+    for picture in pictures:
+        assert picture["letter"] >= 9.5
+        assert picture["end"]
+        assert picture["wide"] == picture["hint"] == (width < 720)
+
+
 def test_a_frame_of_64_by_512_is_bounded(open_page: Open, big: Path) -> None:
     page = open_page(big)
     shares = [1.0, 0.6, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001, 0.0001]

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from bapipe.costs.resolve_model import load_profile
-from bapipe.hardware.cluster_file import read_cluster, with_link_bandwidth
-from bapipe.planner import Request, explore, make_plan
 from bapipe.reporting.html.document import make_subject, render_report
+from picture_sources import picture_plan
 from report_plans import hostile, planned, run_of
 
 Open = Callable[[Path], Any]
@@ -95,7 +93,8 @@ def test_pictures_are_readable_to_their_end(width: int, open_page: Open, with_ru
         "return [...document.querySelectorAll('.picture')].map(box => {"
         "  const svg = box.querySelector('svg'); box.scrollLeft = 1e6;"
         "  const seen = box.getBoundingClientRect(), drawn = svg.getBoundingClientRect();"
-        "  return {letter: 11 * drawn.width / svg.viewBox.baseVal.width, wide: box.scrollWidth > box.clientWidth + 1,"
+        "  return {letter: 11 * drawn.width / svg.viewBox.baseVal.width,"
+        "    wide: box.scrollWidth > box.clientWidth + 1,"
         "    end: drawn.right <= seen.right + 1, hint: getComputedStyle(box, '::before').content !== 'none'};"
         "});"
     )
@@ -187,10 +186,7 @@ def test_axe_finds_nothing_serious(name: str, scheme: str, open_page: Open, requ
 
 def test_the_readme_s_screenshot(open_page: Open, folder: Path, tmp_path: Path) -> None:
     """Taken here so that it shows what the report is today; BAPIPE_SCREENSHOTS names the folder to keep it in."""
-    cluster = with_link_bandwidth(read_cluster("4xv100"), 1.6e9)
-    sizes = [2**exponent for exponent in range(8)]
-    profile = load_profile("gnmt-8", types=list(cluster.types.values()), microbatches=sizes)
-    plan = make_plan(explore(profile, cluster, Request(minibatch=2048)))
+    plan, profile = picture_plan()
     (folder / "shot.html").write_text(render_report(make_subject(plan, profile=profile)), encoding="utf-8")
     page = open_page(folder / "shot.html")
     page.emulate(prefers_color_scheme="light")

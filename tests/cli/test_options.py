@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import click
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from bapipe.cli import COMMANDS, cli
 from bapipe.cli.options import OLD_NAMES, RenamedOption
 from command import bapipe, refused
+from paths import REPOSITORY
 
 TIMES = ("--forward", "1", "--backward", "2", "--json")
 CASES = [
@@ -48,6 +50,13 @@ def test_help_and_messages_have_the_new_names_alone(name: str) -> None:
     for option in command.params:
         assert not old & set(option.opts)
         assert isinstance(option, RenamedOption) == bool(set(OLD_NAMES) & set(option.opts))
+
+
+def test_the_page_on_versions_lists_them() -> None:
+    page = (REPOSITORY / "docs" / "versioning.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| `(--[a-z-]+)` \| `(--[a-z-]+)` \|$", page, re.MULTILINE)) == {
+        old: new for new, old in OLD_NAMES.items()
+    }
 
 
 def test_a_value_that_is_no_number_names_the_new_option() -> None:

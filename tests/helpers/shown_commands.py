@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,19 +63,21 @@ class Block:
 
 
 def blocks(*kinds: str) -> Iterator[Block]:
-    """Every block of these kinds, page by page."""
+    """Every block of these kinds, page by page; one inside a list is indented there, not here."""
     for page in PAGES:
         opened: tuple[int, str] | None = None
         lines: list[str] = []
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-            if not line.startswith("```"):
+            if not line.lstrip().startswith("```"):
                 lines.append(line)
             elif opened is None:
-                opened, lines = (number, line.lstrip("`")), []
+                opened, lines = (number, line.lstrip(" `")), []
             else:
                 if opened[1] in kinds:
                     name = page.relative_to(REPOSITORY).as_posix()
-                    yield Block(page=name, line=opened[0], kind=opened[1], text="\n".join(lines) + "\n")
+                    yield Block(
+                        page=name, line=opened[0], kind=opened[1], text=textwrap.dedent("\n".join(lines)) + "\n"
+                    )
                 opened = None
 
 

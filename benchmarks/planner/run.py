@@ -171,7 +171,7 @@ def rival_times(quick: bool) -> list[dict[str, object]]:
                 transfer=sizes[:-1].tolist(),
                 synchronise=[0.0] * layers,
                 machines=16,
-                straight=not replicate,
+                unreplicated=not replicate,
             )
             theirs = time.perf_counter() - begin
             rows.append(

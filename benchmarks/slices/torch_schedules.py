@@ -20,7 +20,8 @@ from bapipe.records.plan import Plan
 from bapipe.torch.capturing import Stage, capture
 from bapipe.torch.comm import Message
 from bapipe.torch.comm.rank_agreement import gathered
-from bapipe.torch.inputs.build_model import build_model, make_optimizer
+from bapipe.torch.inputs.build_model import build_model
+from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.inputs.training_data import batches_for
 from bapipe.torch.launch.train import TrainSettings, peak_memory
 from bapipe.torch.profiler.environment import plain_fp32

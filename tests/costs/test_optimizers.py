@@ -8,7 +8,7 @@ import torch
 from bapipe.costs.optimizers import OPTIMIZERS, find_optimizer
 from bapipe.errors import BaPipeError
 from bapipe.planner import Request
-from bapipe.torch.inputs.build_model import make_optimizer
+from bapipe.torch.inputs.make_optimizer import make_optimizer
 from command import bapipe
 
 

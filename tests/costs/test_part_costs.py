@@ -271,7 +271,7 @@ def test_what_passes_a_divided_layer_by_is_no_output_of_its_parts() -> None:
         assert stage_bytes(told, 2, last).stash == pytest.approx(held + 10.0 + sent - passed)
 
 
-def test_weight_gradients_that_were_put_off_need_what_they_need_for_a_moment() -> None:
+def test_deferred_weight_gradients_need_their_workspace() -> None:
     """But a first stage puts off its whole backward, and a profile may not tell."""
     profile = divided_profile()
     rows = {"forward_workspace": ((0.0, 30.0, 0.0),), "backward_workspace": ((0.0, 900.0, 0.0),)}

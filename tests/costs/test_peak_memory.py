@@ -121,11 +121,12 @@ def test_memory_is_followed_from_action_to_action(schedule: Schedule, data: st.D
     ]
     timeline = simulate(schedule, costs)
     again = [bool(((timeline.kinds == Kind.R) & (timeline.stages == stage)).any()) for stage in range(count)]
-    parts = rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_told=True)
+    parts = rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_known=True)
     found = [peak.total for peak in parts]
     assert found == pytest.approx(counted(schedule, timeline, needed, again), rel=1e-12)
     most = [
-        peak.total for peak in rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_told=False)
+        peak.total
+        for peak in rank_peaks(schedule, timeline, needed, copies=2, update_copies=2, phases_known=False)
     ]
     assert all(one <= other + 1e-9 for one, other in zip(found, most, strict=True))
 
@@ -146,7 +147,7 @@ def test_the_parts_of_a_peak_are_those_of_its_moment() -> None:
 
     def peak(*, update_copies: int = 3, **needed: float) -> PeakBytes:
         stages = [replace(held, **needed)]
-        told = {"copies": 3, "update_copies": update_copies, "phases_told": True}
+        told = {"copies": 3, "update_copies": update_copies, "phases_known": True}
         (found,) = rank_peaks(schedule, timeline, stages, **told)  # type: ignore[arg-type]
         return found
 

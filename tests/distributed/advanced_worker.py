@@ -20,7 +20,6 @@ from equality_watch import Living, watch_graphs
 from forked_ranks import run_cases
 from torch import Tensor
 
-import split_models
 from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.inputs.build_model import BuiltModel
 from bapipe.torch.runtime.pipeline import Pipeline
@@ -48,9 +47,7 @@ def _alone(
 ) -> tuple[list[float], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Losses, gradients and buffers of each step of one process, without updates."""
     module, args, kwargs = build_split_model(model)
-    built = BuiltModel(
-        module=module, args=args, kwargs=kwargs, loss=SPLIT_MODELS[model].loss, options={}, source=split_models
-    )
+    built = BuiltModel(module=module, args=args, kwargs=kwargs, loss=SPLIT_MODELS[model].loss)
     losses, found, buffers = [], [], []
 
     def before_update(_: int, loss: float) -> None:

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import equality_models
 import torch
 from equality_models import SUBJECTS, as_call, build, make_batch
 from forked_ranks import run_cases
@@ -124,8 +123,6 @@ def _compare(
         args=args,
         kwargs=kwargs,
         loss=SUBJECTS[case.model].loss,
-        options={},
-        source=equality_models,
     )
     held: dict[str, list[Holding]] = {}
     for stage, report in enumerate(reports):

@@ -178,7 +178,7 @@ def test_data_parallel_shares_finish_together() -> None:
         (Request(schedule="gpipe"), "schedule gpipe does not suit FPGAs"),
         (Request(schedule="data-parallel"), "data parallelism is among the alternatives"),
         (Request(stages=9), "9 stages need as many boards, the cluster has 2"),
-        (Request(microbatch=48), "a global batch of 128 is no multiple of micro-batch 48"),
+        (Request(microbatch=48), "a global batch of 128 is no multiple of a micro-batch of 48"),
     ],
 )
 def test_what_is_forced_is_honoured_or_refused(request_: Request, message: str) -> None:

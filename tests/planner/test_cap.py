@@ -66,7 +66,7 @@ def test_the_search_counts_what_the_schedule_holds() -> None:
     assert replace(FAMILIES["1f1b"], cap=9).inflight(1, 1, 4) == 4
 
 
-def test_k_changes_live_micro_batches_memory_and_time() -> None:
+def test_k_changes_in_flight_micro_batches_memory_and_time() -> None:
     lean, usual, rich = (plan_of(cap=cap) for cap in (2, 4, 10))
     for plan, caps in ((lean, (2, 2, 2, 1)), (usual, (4, 3, 2, 1)), (rich, (10, 7, 4, 1))):
         assert (plan.schedule.name, plan.schedule.caps) == ("1f1b", caps)
@@ -90,7 +90,7 @@ def test_k_holds_where_it_does_not_fit() -> None:
     with pytest.raises(InfeasibleError, match=r"the closest, 1f1b with K = 32, 4 stages"):
         explore(profile, cluster, replace(usual, cap=32))
     recomputing = explore(profile, cluster, replace(usual, cap=32, strategy="exact", stages=4)).best
-    assert recomputing.live[0] == 32
+    assert recomputing.inflight[0] == 32
     assert recomputing.candidate.stages[0].recompute
 
 

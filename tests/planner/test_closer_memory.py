@@ -7,7 +7,7 @@ from bapipe.hardware.cluster_file import read_cluster
 from bapipe.planner import Request, explore
 from bapipe.planner.evaluate import Hardware, evaluate
 from bapipe.planner.inputs import profile_for
-from bapipe.planner.pipelines import FAMILIES, build, optimal, straight_stages
+from bapipe.planner.pipelines import FAMILIES, build, optimal, unreplicated_stages
 
 
 def test_an_optimum_that_is_a_little_short_is_looked_for_again() -> None:
@@ -15,7 +15,7 @@ def test_an_optimum_that_is_a_little_short_is_looked_for_again() -> None:
     profile = profile_for("llama-7b", cluster, microbatch=None, dtype="fp32")
     chain, hardware = make_chain(profile, ("a100-40",), 1), Hardware(cluster=cluster)
     # What balances best by the sums over layers alone, and does not fit.
-    first = straight_stages((6, 13, 21, 29, 38, 47, 56, 66), range(8))
+    first = unreplicated_stages((6, 13, 21, 29, 38, 47, 56, 66), range(8))
     short = evaluate(build(chain, first, FAMILIES["1f1b"], 512, hardware), hardware)
     assert short.short is not None
     assert short.short[1] < 0.4e9

@@ -141,7 +141,7 @@ def test_stages_that_are_asked_for_are_what_is_planned() -> None:
     assert len(explore(profile, cluster, replace(request, schedule="interleaved")).best.candidate.stages) == 4
 
 
-def test_the_papers_space_has_straight_pipelines_and_plain_data_parallelism_only() -> None:
+def test_the_papers_space_has_pipelines_without_replicas_and_plain_data_parallelism_only() -> None:
     found = explore(alike(weights=[4.0] * 8), made_cluster({"x": 4}, bandwidth=10.0), Request(space="paper"))
     names = {evaluation.candidate.schedule.name for evaluation in found.considered}
     assert names == {"1f1b-sno", "1f1b-so", "data-parallel"}

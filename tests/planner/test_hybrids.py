@@ -23,7 +23,7 @@ WEIGHTS = [0.0, 0.1, 0.3, 0.6, 1.2, 2.4, 2.4, 4.7, 9.4, 9.4, 9.4, 9.4, 9.4, 411.
 
 
 def test_what_has_the_time_is_replicated_and_what_has_the_weights_is_not() -> None:
-    """As PipeDream has it for VGG-16: data parallelism sums all weights, a straight pipeline is uneven."""
+    """As PipeDream has it for VGG-16: data parallelism sums all weights, a pipeline without replicas is uneven."""
     profile = made_profile({"x": VGG}, weights=WEIGHTS, boundary=[0.01] * len(VGG), sizes=(1,))
     cluster = made_cluster({"x": 4}, bandwidth=2.0)
     found = explore(profile, cluster, Request(minibatch=32))
@@ -32,10 +32,10 @@ def test_what_has_the_time_is_replicated_and_what_has_the_weights_is_not() -> No
     assert stages[1].last - stages[1].first >= 3
     plain = [item for item in found.considered if len({len(s.accelerators) for s in item.candidate.stages}) == 1]
     whole = [item for item in plain if item.candidate.schedule.name == "data-parallel"]
-    straight = [item for item in plain if len(item.candidate.stages) == 4]
-    assert found.best.time < 0.97 * min(item.time for item in (*whole, *straight))
+    unreplicated = [item for item in plain if len(item.candidate.stages) == 4]
+    assert found.best.time < 0.97 * min(item.time for item in (*whole, *unreplicated))
     assert whole
-    assert straight
+    assert unreplicated
 
 
 @settings(max_examples=30, deadline=None)
@@ -74,7 +74,7 @@ def test_all_accelerators_are_dealt_once(count: int) -> None:
         assert (stages[0].first, stages[-1].last) == (0, len(VGG) - 1)
 
 
-def test_whole_pipelines_go_side_by_side() -> None:
+def test_whole_pipelines_are_replicated() -> None:
     """Eight stages of these layers are uneven, four or two are not."""
     profile = made_profile({"x": [1.0, 3.0] * 4}, weights=[1.0] * 8, boundary=[0.01] * 8, sizes=(1,))
     cluster = made_cluster({"x": 8}, bandwidth=5.0)
@@ -82,8 +82,8 @@ def test_whole_pipelines_go_side_by_side() -> None:
     stages = found.best.candidate.stages
     assert [len(stage.accelerators) for stage in stages] in ([2] * 4, [4] * 2)
     assert found.best.candidate.label.startswith("zb-h1, stages ")
-    straight = explore(profile, cluster, Request(minibatch=16, schedule="zb-h1", stages=8)).best
-    assert found.best.time < 0.9 * straight.time
+    unreplicated = explore(profile, cluster, Request(minibatch=16, schedule="zb-h1", stages=8)).best
+    assert found.best.time < 0.9 * unreplicated.time
     assert sorted(index for stage in stages for index in stage.accelerators) == list(range(8))
 
 

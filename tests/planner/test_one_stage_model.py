@@ -14,11 +14,11 @@ from bapipe.costs.stage_time import UnitSeconds, every_run
 from bapipe.fpga.schedule_rules import Rule
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.data_parallel import analytic_rivals
+from bapipe.planner.data_parallel import analytic_alternatives
 from bapipe.planner.evaluate import Hardware
 from bapipe.planner.inflight_caps import least_caps
-from bapipe.planner.partition.paper.straight_cuts import prefix_work
-from bapipe.planner.pipelines import FAMILIES, straight_stages
+from bapipe.planner.partition.paper.stage_cuts import prefix_work
+from bapipe.planner.pipelines import FAMILIES, unreplicated_stages
 from bapipe.records.plan import MemoryParts, Plan
 from bapipe.reporting.html.document import Subject, make_subject
 from bapipe.schedule import inflight
@@ -52,7 +52,7 @@ def test_the_search_the_plan_the_report_and_recalibration_follow_the_time_of_a_s
 ) -> None:
     before, _ = planned()
     assert [(stage.first_layer, stage.last_layer) for stage in before.stages] == [(0, 1), (2, 3)]
-    rivals = analytic_rivals(make_chain(alike(), ["x"], 1), Hardware(cluster=two()), 8)
+    alternatives = analytic_alternatives(make_chain(alike(), ["x"], 1), Hardware(cluster=two()), 8)
     assert _caps_that_hide_transfers() == [5, 1]
     true = UnitSeconds.of
 
@@ -73,7 +73,7 @@ def test_the_search_the_plan_the_report_and_recalibration_follow_the_time_of_a_s
     chain, hardware = make_chain(alike(), ["x"], 1), Hardware(cluster=two())
     assert every_run(chain, 0).work[0, 1] == pytest.approx(12.0)
     assert prefix_work(chain)[0][1] == pytest.approx(9.0)
-    for one, other in zip(rivals, analytic_rivals(chain, hardware, 8), strict=True):
+    for one, other in zip(alternatives, analytic_alternatives(chain, hardware, 8), strict=True):
         assert other.time > one.time
     assert _caps_that_hide_transfers() == [3, 1], "there is more time to hide them in"
 
@@ -81,14 +81,14 @@ def test_the_search_the_plan_the_report_and_recalibration_follow_the_time_of_a_s
 def _caps_that_hide_transfers() -> list[int]:
     """Of two alike stages, 9 s of transfer each way between them."""
     chain = make_chain(made_profile({"x": [3.0] * 4}, boundary=[9e9] * 4), ["x"], 1)
-    return least_caps(chain, straight_stages([1, 3], [0, 1]), 8, Hardware(cluster=two()))
+    return least_caps(chain, unreplicated_stages([1, 3], [0, 1]), 8, Hardware(cluster=two()))
 
 
 def test_the_search_the_plan_and_the_report_follow_the_memory_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     before, shown = planned()
     chain = make_chain(alike(), ["x"], 1)
     weighed = stage_bytes(chain, 0, 1)
-    rivals = analytic_rivals(chain, Hardware(cluster=two()), 8)
+    alternatives = analytic_alternatives(chain, Hardware(cluster=two()), 8)
     true = UnitBytes.of
 
     def heavier(chain: Chain) -> UnitBytes:
@@ -109,7 +109,7 @@ def test_the_search_the_plan_and_the_report_follow_the_memory_of_a_stage(monkeyp
     assert isinstance(stage_bytes(chain, 0, 1), StageBytes)
     assert stage_bytes(chain, 0, 1).stash == weighed.stash + MORE
     assert every_run_bytes(chain).stash[0, 1] == weighed.stash + MORE
-    for one, other in zip(rivals, analytic_rivals(chain, Hardware(cluster=two()), 8), strict=True):
+    for one, other in zip(alternatives, analytic_alternatives(chain, Hardware(cluster=two()), 8), strict=True):
         assert other.memory == pytest.approx(one.memory + MORE)
     # The balanced cut does not fit any more: the first stage gives a layer away.
     tight, _ = planned(memory=after.stages[0].memory_bytes - 1e5)
@@ -136,4 +136,4 @@ def test_schedules_the_search_the_plan_and_the_report_follow_the_microbatches_in
     assert FAMILIES["zb-h2"].inflight(2, 2, 8) == 4
     assert Rule(schedule="fbp-as", microbatch=2, minibatch=32, forward_share=0.5).images(1) == 2 * 3
     chain, hardware = make_chain(alike(), ["x"], 1), Hardware(cluster=two())
-    assert least_caps(chain, straight_stages([1, 3], [0, 1]), 8, hardware) == [3, 2]
+    assert least_caps(chain, unreplicated_stages([1, 3], [0, 1]), 8, hardware) == [3, 2]

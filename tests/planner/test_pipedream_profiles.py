@@ -1,4 +1,4 @@
-"""On PipeDream's published profiles no rival's plan is faster, and the straight optimum is PipeDream's."""
+"""On PipeDream's published profiles no baseline's plan is faster, and the unreplicated optimum is PipeDream's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cluster_of(count: int, gigabytes: float):
 
 @pytest.mark.parametrize("count", [2, 4, 8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "gnmt"])
-def test_no_rival_is_faster_by_the_same_simulator(name: str, count: int) -> None:
+def test_no_baseline_is_faster_by_the_same_simulator(name: str, count: int) -> None:
     profile = profile_of(name)
     for gigabytes in (1, 4, 12):
         cluster = cluster_of(count, gigabytes)
@@ -44,7 +44,7 @@ def test_no_rival_is_faster_by_the_same_simulator(name: str, count: int) -> None
 @pytest.mark.parametrize("count", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "gnmt"])
 @pytest.mark.parametrize("bandwidth", [1e9, 4e9, 12e9])
-def test_the_straight_bottleneck_is_pipedreams_optimum(name: str, count: int, bandwidth: float) -> None:
+def test_the_unreplicated_bottleneck_is_pipedreams_optimum(name: str, count: int, bandwidth: float) -> None:
     chain = make_chain(profile_of(name), ["v100-16"], 128)
     count = min(count, len(chain))
     send = chain.boundary_forward[:-1] / bandwidth
@@ -53,7 +53,7 @@ def test_the_straight_bottleneck_is_pipedreams_optimum(name: str, count: int, ba
         transfer=send.tolist(),
         synchronise=[0.0] * len(chain),
         machines=count,
-        straight=True,
+        unreplicated=True,
     )
     problem = Problem.unlimited(
         forward=chain.forward,

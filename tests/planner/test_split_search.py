@@ -18,7 +18,7 @@ from bapipe.models.layers import Split
 from bapipe.planner import Request, explore
 from bapipe.planner.evaluate import Hardware
 from bapipe.planner.intra_layer_cuts import divided_stages, refined
-from bapipe.planner.pipelines import FAMILIES, straight_stages
+from bapipe.planner.pipelines import FAMILIES, unreplicated_stages
 from made_profiles import made_cluster, made_profile
 
 TRANSLATION = [0.01, 0.68, 0.51, 0.37, 0.36, 0.01, 0.36, 0.25, 0.52, 0.52, 0.53, 1.17]
@@ -126,7 +126,7 @@ def test_the_cuts_are_those_of_trying_all(profile: Profile, count: int, memory: 
         return
     hardware = Hardware(cluster=made_cluster({"x": count}, memory=memory))
     family, microbatches = FAMILIES["1f1b-so"], 8
-    start = straight_stages([*range(count - 1), len(chain) - 1], range(count))
+    start = unreplicated_stages([*range(count - 1), len(chain) - 1], range(count))
     made = divided_stages(chain, start, hardware, family, microbatches)
     live = [family.inflight(count - index, count, microbatches) for index in range(count)]
     every = straightforward(chain, count, live, memory)

@@ -11,7 +11,7 @@ from bapipe.errors import InfeasibleError
 from bapipe.planner import Request, explore, make_plan
 from bapipe.planner.evaluate import Hardware, evaluate
 from bapipe.planner.inflight_caps import least_caps
-from bapipe.planner.order_search import FEW_FORWARDS
+from bapipe.planner.tuning import DEFAULT_TUNING
 from bapipe.schedule.actions import Kind
 from bapipe.schedule.validate import check
 from bapipe.schedule.zero_bubble import zero_bubble
@@ -88,7 +88,7 @@ def test_what_is_let_go_counts() -> None:
     assert heavy.memory[-1] - light.memory[-1] == pytest.approx(6 * STASH * 9 / 10)
 
 
-def test_nothing_waits_where_there_is_nothing_to_put_off() -> None:
+def test_nothing_waits_where_there_is_nothing_to_defer() -> None:
     best = planned(profile_with(delayed=STASH, weight_share=0.001), 1e9, "zb")
     assert behind(best.schedule) == [1] * LAYERS
 
@@ -106,7 +106,7 @@ def test_of_plans_as_fast_the_lightest_is_taken() -> None:
         weight_gradient=tuple((*row[:-1], 0.0) for row in table.weight_gradient or ()),
     )
     cluster = made_cluster({"x": LAYERS}, memory=1e9, bandwidth=2.0)
-    many = replace(REQUEST, minibatch=FEW_FORWARDS)
+    many = replace(REQUEST, minibatch=DEFAULT_TUNING.order_size)
     found = explore(replace(profile, accelerators={"x": large}), cluster, many)
     level = [item for item in found.considered if item.throughput > found.best.throughput * (1 - 1e-9)]
     assert len(level) > 1
@@ -123,7 +123,9 @@ def test_a_plan_for_another_optimizer_than_was_timed_says_so() -> None:
         tables = {"x": replace(profile.table("x"), optimizer=timed)}
         request = replace(REQUEST, optimizer=wanted)  # type: ignore[arg-type]
         plan = make_plan(explore(replace(profile, accelerators=tables), cluster, request))
-        note = f"the update is timed with {timed} but planned for {wanted}: profile with --optimizer {wanted}"
+        note = (
+            f"the optimizer step is timed with {timed} but planned for {wanted}: profile with --optimizer {wanted}"
+        )
         assert (note in plan.notes) is told
 
 

@@ -42,7 +42,7 @@ def most_held(schedule: Schedule, stages: list[StageTimes]) -> list[float]:
         for action in lane:
             live += {Kind.F: 1, Kind.I: -1, Kind.B: -1}.get(action.kind, 0)
             waiting += {Kind.I: 1, Kind.W: -1}.get(action.kind, 0)
-            peak = max(peak, live * times.live + waiting * times.delayed)
+            peak = max(peak, live * times.inflight + waiting * times.delayed)
         peaks.append(peak)
     return peaks
 
@@ -56,7 +56,7 @@ stage_times = st.builds(
     send_forward=seconds,
     send_backward=seconds,
     cap=st.integers(1, 8),
-    live=st.integers(1, 3).map(float),
+    inflight=st.integers(1, 3).map(float),
     delayed=st.integers(0, 4).map(float),
     room=st.integers(8, 30).map(float),
 )
@@ -70,7 +70,7 @@ def test_any_order_is_right_and_keeps_to_its_memory(
     schedule, time = timed_order(stages, count, preference)
     assert check(schedule) == []
     for peak, item in zip(most_held(schedule, stages), stages, strict=True):
-        assert peak <= max(item.room, item.live, item.delayed)
+        assert peak <= max(item.room, item.inflight, item.delayed)
     for lane, item in zip(schedule.lanes, stages, strict=True):
         live = [0]
         for action in lane:

@@ -113,7 +113,7 @@ def test_cap() -> None:
     schedule = schedule_of("0F0 0F1 0F2 0B0 0B1 0B2", caps=(2,))
     message, table = complaint(schedule)
     assert message == (
-        "rank 0: 0F2 makes 3 micro-batches live at stage 0, over its cap of 2; "
+        "rank 0: 0F2 makes 3 in-flight micro-batches at stage 0, over its cap of 2; "
         "run a backward first or raise the cap"
     )
     assert "[0F2]" in table

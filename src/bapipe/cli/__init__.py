@@ -32,6 +32,10 @@ COMMANDS = {
 """name -> module and command; imported when used, so that each starts as fast as it can"""
 
 
+_EXTRAS = {"torch": "torch", "safetensors": "torch", "starlette": "serve", "uvicorn": "serve"}
+"""package -> the extra that brings it"""
+
+
 class LazyCommands(click.Group):
     """A group whose commands are imported when they are asked for."""
 
@@ -87,6 +91,11 @@ def main() -> None:
         code = _complain(str(error))
     except MemoryError:
         code = _complain("not enough memory for so many actions; lower --stages or --micro-batches")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in _EXTRAS:
+            raise
+        code = _complain(f"this needs {package}, which is not installed; pip install 'bapipe[{_EXTRAS[package]}]'")
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

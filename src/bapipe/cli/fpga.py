@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from typing import Any
 
 import click
 
 from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
-from bapipe.errors import BaPipeError, InfeasibleError, nearest
+from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.fpga import FPGA_STRATEGIES, explore_fpga, make_fpga_plan, parse_assumptions
 from bapipe.hardware.cluster import Cluster
-from bapipe.models.builtin import BUILTIN_NAMES, is_builtin
 from bapipe.models.layers import Model
+from bapipe.models.model_spec import model_ref, parse_model_spec
 from bapipe.planner import Request
 from bapipe.planner.inputs import layers_for_fpgas
 from bapipe.records.plan import Plan, write_plan
@@ -23,23 +22,20 @@ from bapipe.units import format_seconds
 
 __all__ = ["plan_on_fpgas", "read_cnn"]
 
-_CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
 
 def read_cnn(spec: str) -> Model:
     """The layer table that MODEL names: built-in, a TOML file, or a PyTorch model, which is captured, not run."""
-    text = spec.strip()
-    if is_builtin(text) or text.lower().endswith(".toml"):
-        return layers_for_fpgas(text)
-    if _CALLABLE.fullmatch(text):
+    found = parse_model_spec(spec)
+    if found.kind in ("builtin", "layer table"):
+        return layers_for_fpgas(found.text)
+    if found.kind == "code":
         from bapipe.torch.capturing import capture
-        from bapipe.torch.inputs.model_source import find_model
+        from bapipe.torch.inputs.build_model import build_model
 
-        source = find_model(text)
-        return capture(source.module, source.args, source.kwargs, check=False).to_model(source.model.name)
+        built = build_model(model_ref(found.text))
+        return capture(built.module, built.args, built.kwargs, check=False).to_model(built.model.name)
     raise BaPipeError(
-        f"unknown model '{text[:60]}'{nearest(text, BUILTIN_NAMES)}; FPGAs take a built-in CNN, a layer table "
-        "(.toml) or package.module:function"
+        f"FPGAs take a built-in CNN, a layer table (.toml) or package.module:function, got '{found.text[:60]}'"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any, cast
 
 import click
@@ -17,7 +16,6 @@ from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
 from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
 from bapipe.records.plan import Plan, write_plan
 from bapipe.units import format_bytes, format_seconds
@@ -88,15 +86,21 @@ def plan_command(model: str, **options: Any) -> None:
             raise BaPipeError("--compare shows several plans, --report one; leave one of them out")
         _compare(profile, cluster, request, options)
         return
-    found = explore(profile, cluster, request)
+    explain = bool(options["report"]) or (options["explain"] and not options["as_json"])
+    found = explore(profile, cluster, request, explain=explain)
     plan = make_plan(found)
     if options["out"]:
         write_plan(plan, options["out"])
     if options["report"]:
         from bapipe.reporting.html.write_report import write_report
 
-        steps = tuple(found.steps or _paper_steps(found))
-        options["written"] = write_report(plan, options["report"], profile=found.profile, steps=steps)
+        options["written"] = write_report(
+            plan,
+            options["report"],
+            profile=found.profile,
+            steps=found.paper_steps,
+            predicted=found.best.timeline,
+        )
     if options["as_json"]:
         click.echo(json.dumps(_summary(plan, found, options), indent=1, allow_nan=False))
     else:
@@ -130,10 +134,10 @@ def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
     console = terminal()
     console.print(render_plan(plan))
     if options["explain"]:
-        steps = found.steps or _paper_steps(found)
-        console.print(render_steps(steps))
-    timeline = plan_timeline(plan)
-    console.print(render_text(timeline, width=max(40, console.width), color=console.is_terminal, unit="s"))
+        console.print(render_steps(found.paper_steps))
+    console.print(
+        render_text(found.best.timeline, width=max(40, console.width), color=console.is_terminal, unit="s")
+    )
     if options["dataset_size"]:
         epoch = options["dataset_size"] / plan.prediction.throughput
         console.print(f"one epoch of {options['dataset_size']} samples: {format_seconds(epoch)}")
@@ -141,14 +145,6 @@ def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
         console.print(f"wrote {options['out']}", soft_wrap=True)
     for line in options.get("written", ()):
         console.print(line, soft_wrap=True)
-
-
-def _paper_steps(found: Exploration) -> Sequence[Any]:
-    """The paper's steps for the same request, where the chosen partition came from elsewhere."""
-    request = dataclasses.replace(found.request, strategy="bapipe", schedule=None)
-    again = explore(found.profile, found.hardware.cluster, request)
-    stepped = [evaluation for evaluation in again.considered if evaluation.candidate.steps]
-    return stepped[0].candidate.steps if stepped else ()
 
 
 def _compare(profile: Profile, cluster: Cluster, request: Request, options: dict[str, Any]) -> None:

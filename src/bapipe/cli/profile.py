@@ -16,6 +16,7 @@ from bapipe.costs.profile import CostTable, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
 from bapipe.errors import BaPipeError
 from bapipe.io.files import dump_json, write_text
+from bapipe.models.model_spec import parse_arguments
 from bapipe.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ __all__ = [
 @click.option(
     "--iterations", type=int, help="Samples of each time, as the paper's 1000.  [default: until 2 % sure]"
 )
-@click.option("--threads", type=int, help="Threads of a CPU.  [default: all]")
+@click.option(
+    "--threads", type=int, default=1, show_default=True, help="Of a CPU rank; a run gives each rank as many."
+)
 @click.option("--calibrate", is_flag=True, help="Scale the layers to the whole step; the profile says so.")
 @click.option(
     "--parts",
@@ -103,9 +106,8 @@ def _check_out(path: str | None) -> None:
 
 def _profile(model: str, options: dict[str, Any]) -> Profiled:
     from bapipe.torch.profiler import MeasureSettings, profile_model
-    from bapipe.torch.profiler.background_load import parse_args
 
-    arguments = parse_args(options["arguments"])
+    arguments = parse_arguments(options["arguments"])
     settings = MeasureSettings(
         microbatches=tuple(sorted(set(options["microbatches"]))),
         iterations=options["iterations"],
@@ -122,7 +124,7 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
             optimizer=options["optimizer"],
             accelerator=options["accelerator"],
             calibrate=options["calibrate"],
-            threads=options["threads"],
+            threads=options["threads"] if options["device"] == "cpu" else None,
             slice_=load.name if load else "",
             before=load.wait if load else None,
             report=report,
@@ -249,7 +251,7 @@ def _links(options: dict[str, Any]) -> None:
     if device not in ("cpu", "cuda"):
         raise BaPipeError(f"a device is cpu or cuda, got '{device[:60]}'")
     measured = measure_links(options["ranks"], backend=options["backend"], device=device)
-    text = cluster_text(detect(ranks=options["ranks"], threads=options["threads"] or 1), measured)
+    text = cluster_text(detect(ranks=options["ranks"], threads=options["threads"]), measured)
     if options["out"]:
         write_text(options["out"], text)
     _print_links(measured.pairs, "point to point")

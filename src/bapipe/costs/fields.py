@@ -86,7 +86,11 @@ class CostTable:
     )
     """seconds of the optimizer step"""
     optimizer: str | None = None
-    """which optimizer's; None: not told"""
+    """which optimizer's; None: not known"""
+    optimizer_state: float | None = None
+    """bytes that it keeps per parameter, as measured; None: not measured"""
+    optimizer_workspace: float | None = None
+    """bytes of temporary tensors of its step per parameter, as measured; None: not measured"""
     weight_gradient: Rows | None = field(
         default=None, metadata=_cost("seconds", "each", "share", Like("backward", 1 / 2), ratio="backward")
     )

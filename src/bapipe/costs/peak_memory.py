@@ -1,14 +1,14 @@
-"""Most bytes that each rank holds at once: weights and gradients, features, messages, and what an action needs.
+"""Most bytes that each rank holds at once: weights and gradients, activations, messages and workspace.
 
 Where a profile tells forwards from backwards, memory is followed from action to action:
 
-    held during an action = weights, optimizer state and buffers for what is sent
-                          + gradients, from the stage's first backward on
-                          + features of the micro-batches that are live, this action's included
-                          + messages that come before the action ends, for a later one
-                          + what the action's layers need for a moment
+    held during an action    = weights, optimizer state and buffers for what is sent
+                             + gradients, from the stage's first backward on
+                             + saved activations of the in-flight micro-batches, this action's included
+                             + messages that come before the action ends, for a later one
+                             + the workspace of the action's layers
 
-    and in an update      = weights, gradients, optimizer state and buffers, and what the update makes for a moment
+    and in an optimizer step = weights, gradients, optimizer state and buffers, and the step's workspace
 
 Where it does not, all of these are taken to be at their most at once.
 """
@@ -47,11 +47,11 @@ class PeakBytes:
     optimizer: float
     """its state"""
     features: float
-    """of live micro-batches, and of those that wait for weight gradients"""
+    """of in-flight micro-batches, and of those that wait for weight gradients"""
     buffers: float
     """messages that are sent, and that came for later"""
     workspace: float
-    """what the layer at work needs for a moment, or the optimizer's step; and what libraries keep"""
+    """of the layer at work or of the optimizer step; and what libraries keep"""
 
     @property
     def total(self) -> float:
@@ -66,17 +66,17 @@ def rank_peaks(
     *,
     copies: int,
     update_copies: int,
-    phases_told: bool,
+    phases_known: bool,
 ) -> list[PeakBytes]:
     """The peak of each rank; `copies` of the weights are weights, gradients and optimizer state, and
-    `update_copies` those and what an update makes for a moment."""
+    `update_copies` those and the workspace of an optimizer step."""
     versions = schedule.weight_versions or (1,) * len(needed)
     sending, receiving = _messages(schedule, needed)
     parts = ([item.stash for item in needed], [item.kept for item in needed], [item.delayed for item in needed])
     orders = [timeline.compute_of(rank) for rank in range(schedule.num_ranks)]
-    follow = [phases_told and len(own) > 0 and len(set(timeline.lanes[own].tolist())) == 1 for own in orders]
-    features = [] if all(follow) else timeline.peak_bytes_by_rank(*parts)
-    change, besides = timeline.feature_changes(np.array(parts[0]), *parts[1:]), _besides(needed)
+    follow = [phases_known and len(own) > 0 and len(set(timeline.lanes[own].tolist())) == 1 for own in orders]
+    activations = [] if all(follow) else timeline.peak_bytes_by_rank(*parts)
+    change, besides = timeline.activation_changes(np.array(parts[0]), *parts[1:]), _besides(needed)
     consumers = timeline.consumers()
     peaks = []
     for rank, own in enumerate(orders):
@@ -96,13 +96,13 @@ def rank_peaks(
             waiting = _waiting(timeline, rank, own, consumers, needed)
             held = _followed(timeline, own, needed, change, besides, always=not schedule.flushes)
             at = int((held.sum(axis=0) + waiting).argmax())
-            live, workspace, gradients = held[:, at].tolist()
-            if live + workspace + gradients + float(waiting[at]) > most.workspace:
+            inflight, workspace, gradients = held[:, at].tolist()
+            if inflight + workspace + gradients + float(waiting[at]) > most.workspace:
                 # A first backward that needs less than the gradients it has yet to make.
                 gradients += weights + min(0.0, workspace)
                 most = replace(
                     most,
-                    features=live,
+                    features=inflight,
                     gradients=gradients,
                     buffers=sent + float(waiting[at]),
                     workspace=max(0.0, workspace),
@@ -110,7 +110,7 @@ def rank_peaks(
         else:
             most = replace(
                 most,
-                features=features[rank],
+                features=activations[rank],
                 buffers=sent + sum(receiving[stage] for stage in stages),
                 workspace=max((needed[stage].workspace for stage in stages), default=0.0),
             )
@@ -143,7 +143,7 @@ def _messages(schedule: Schedule, needed: Sequence[StageBytes]) -> tuple[list[fl
 
 
 def _besides(needed: Sequence[StageBytes]) -> Floats:
-    """By kind of action and stage, bytes that it needs for a moment."""
+    """By kind of action and stage, bytes of its workspace."""
     found = np.zeros((len(Kind), len(needed)))
     found[[Kind.F, Kind.R]] = [item.forward_workspace for item in needed]
     found[[Kind.B, Kind.I]] = [item.backward_workspace for item in needed]
@@ -154,17 +154,17 @@ def _besides(needed: Sequence[StageBytes]) -> Floats:
 def _followed(
     timeline: Timeline, own: Ints, needed: Sequence[StageBytes], change: Floats, besides: Floats, *, always: bool
 ) -> Floats:
-    """In each of a rank's actions, `own`: its features, what the action needs for a moment, and, below 0, the
+    """In each of a rank's actions, `own`: its saved activations, the action's workspace, and, below 0, the
     gradients that are not there yet.
 
     A stage's first backward makes its gradients, from the last layer on; `always`: every backward does, as each is
-    followed by its update.
+    followed by its optimizer step.
     """
     kinds, stages = timeline.kinds[own], timeline.stages[own]
     changes, forward = change[kinds, stages], (kinds == Kind.F) | (kinds == Kind.R)
     after = np.cumsum(changes)
-    live = np.where(forward, after, after - changes)  # the others let go when they end
-    moment, missing = besides[kinds, stages], np.zeros(len(own))
+    inflight = np.where(forward, after, after - changes)  # the others let go when they end
+    workspace, missing = besides[kinds, stages], np.zeros(len(own))
     makes = (kinds == Kind.B) | (kinds == Kind.W)
     for stage in set(stages.tolist()):
         makers, item = np.flatnonzero(makes & (stages == stage)), needed[stage]
@@ -172,8 +172,8 @@ def _followed(
             missing[: makers[0]] -= item.weights
             first = makers if always else makers[:1]
             anew = (item.first_backward_workspace, item.first_weight_workspace)
-            moment[first] = np.where(kinds[first] == Kind.B, *anew)
-    return np.stack([live, moment, missing])
+            workspace[first] = np.where(kinds[first] == Kind.B, *anew)
+    return np.stack([inflight, workspace, missing])
 
 
 def _waiting(timeline: Timeline, rank: int, own: Ints, consumers: Ints, needed: Sequence[StageBytes]) -> Floats:

@@ -43,7 +43,7 @@ class LayerCosts(CostArrays):
     """Costs at one micro-batch size on one accelerator type, one entry per layer."""
 
     microbatch: int
-    phases_told: bool
+    phases_known: bool
     """whether forward_workspace and backward_workspace were measured, and are not the workspace again"""
     source: Source
     interpolated: bool
@@ -142,7 +142,7 @@ class Profile:
         return LayerCosts(
             **found,
             microbatch=microbatch,
-            phases_told=table.forward_workspace is not None and table.backward_workspace is not None,
+            phases_known=table.forward_workspace is not None and table.backward_workspace is not None,
             source=table.source,
             interpolated=above != below,
         )

@@ -71,10 +71,17 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         later,
         description=later.description if same else f"{known.description} | {later.description}",
         microbatches=sizes,
-        optimizer=later.optimizer if later.optimizer == known.optimizer else None,
+        **_optimizer_of(known, later),
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
         **merged,
     )
+
+
+def _optimizer_of(known: CostTable, later: CostTable) -> dict[str, Any]:
+    """What is known of the optimizer: the later's, if both were measured with the same."""
+    names = ("optimizer", "optimizer_state", "optimizer_workspace")
+    same = known.optimizer == later.optimizer
+    return {name: getattr(later, name) if same else None for name in names}
 
 
 def _merged(

@@ -1,23 +1,22 @@
-"""MODEL of the command line -> Profile: the one place that knows every way to name a model."""
+"""MODEL of the command line -> Profile."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from bapipe.costs.pipedream_graph import read_pipedream_graph, scaled_profile
 from bapipe.costs.profile import Profile, read_profile
 from bapipe.costs.roofline import analytic_profile
-from bapipe.errors import BaPipeError, nearest
+from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import AcceleratorType
-from bapipe.models.builtin import BUILTIN_NAMES, Argument, builtin_model, is_builtin
+from bapipe.models.builtin import Argument, builtin_model
 from bapipe.models.layer_table import read_layer_table
+from bapipe.models.model_spec import parse_model_spec
 
 __all__ = ["DEFAULT_DTYPE", "load_profile"]
 
 DEFAULT_DTYPE = "fp32"
-_CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def load_profile(
@@ -37,35 +36,28 @@ def load_profile(
     - `*.graph.txt`: PipeDream's, measured at `batch` (None: 128) and scaled to `microbatches` where they differ;
     - package.module:function: refused here, as it must be profiled first.
     """
-    text = spec.strip()
-    lower = text.lower()
-    options = dict(args or {})
-    if not is_builtin(text) and options:
+    found = parse_model_spec(spec)
+    text, options = found.text, dict(args or {})
+    if found.kind != "builtin" and options:
         raise BaPipeError(
             f"options such as {next(iter(options))} are for built-in models, got '{text[:60]}'; remove them"
         )
-    if batch is not None and not lower.endswith(".txt"):
+    if found.kind != "graph" and batch is not None:
         raise BaPipeError(f"a batch is given for *.graph.txt only, got '{text[:60]}'; leave it out")
-    if lower.endswith(".json"):
+    if found.kind == "profile":
         return _of_dtype(read_profile(text), dtype)
-    if lower.endswith(".toml"):
+    if found.kind == "layer table":
         model = read_layer_table(text)
         return analytic_profile(model, types, dtype=dtype or DEFAULT_DTYPE, microbatches=microbatches)
-    if lower.endswith(".txt"):
+    if found.kind == "graph":
         profile = _of_dtype(read_pipedream_graph(text, batch=batch), dtype)
         sizes = tuple(sorted(set(microbatches)))
         measured = all(table.microbatches == sizes for table in profile.accelerators.values())
         return profile if measured else scaled_profile(profile, sizes)
-    if _CALLABLE.fullmatch(text):
+    if found.kind == "code":
         raise BaPipeError(
             f"'{text[:100]}' is code, whose costs are not known yet; run `bapipe profile {text[:100]}` first "
             "and give the profile.json that it writes"
-        )
-    if not is_builtin(text):
-        raise BaPipeError(
-            f"unknown model '{text[:60]}'{nearest(text, BUILTIN_NAMES)}; give a built-in name "
-            f"({', '.join(BUILTIN_NAMES)}), a profile.json, a layer table .toml, a .graph.txt or "
-            "package.module:function"
         )
     profile = analytic_profile(
         builtin_model(text, **options), types, dtype=dtype or DEFAULT_DTYPE, microbatches=microbatches

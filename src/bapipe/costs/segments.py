@@ -58,7 +58,7 @@ class Chain(CostArrays):
     """bytes that enter the unit when a stage starts with it"""
     resident_input: Floats
     """bytes per micro-batch that a stage keeps on top when it starts inside a split layer"""
-    phases_told: bool
+    phases_known: bool
     """whether the workspaces of forward and backward were measured: with gradients there already, to which a
     backward adds its own"""
     shared_weight_bytes: Floats
@@ -145,7 +145,7 @@ def make_chain(
         weight_bytes=profile.weight_bytes[layers] * share,
         input_bytes=forward_in + begun * made,
         resident_input=np.where(begun > 0, forward_in, 0.0),
-        phases_told=all(cost.phases_told for cost in costs),
+        phases_known=all(cost.phases_known for cost in costs),
         shared_weight_bytes=shared[layers],
         source=", ".join(dict.fromkeys(cost.source for cost in costs)),
         interpolated=any(cost.interpolated for cost in costs),

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain, Floats
-from bapipe.costs.stage_time import missing_shares, put_off_from
+from bapipe.costs.stage_time import deferred_from, missing_shares
 from bapipe.schedule.actions import Schedule
 
 __all__ = [
@@ -46,32 +46,34 @@ class HeldBytes(Generic[Amount]):
     weights: Amount
     """all of a layer of which it has some time steps"""
     stash: Amount
-    """per live micro-batch: what its backward keeps, what it received for a split layer, and what it sent"""
+    """per in-flight micro-batch: what its backward keeps, what it received for a split layer, and what it sent"""
     delayed: Amount
-    """per micro-batch whose weight gradient is put off, from its input gradient on, in place of the stash"""
+    """per micro-batch whose weight gradient is deferred, from its input gradient on, in place of `stash`"""
     kept: Amount
-    """per live micro-batch where the stage recomputes: its input"""
+    """per in-flight micro-batch where the stage recomputes: its input"""
     buffers: Amount
     """for messages, with one rank before and one after: two received ahead and two being sent, each way"""
     workspace: Amount
-    """most that a layer needs for a moment beyond the features of all layers, while those after it hold none; and
+    """most workspace of a layer beyond the activations of all layers, while those after it hold none; and
     what libraries keep"""
 
     def each(self, *, recompute: bool) -> Amount:
-        """Of one live micro-batch."""
+        """Of one in-flight micro-batch."""
         return self.kept if recompute else self.stash
 
     def fixed(self, copies: float, *, recompute: bool) -> Amount:
-        """All but the live micro-batches; `copies` of the weights are weights, gradients and optimizer state. A
-        stage that recomputes has the features of the one at work besides."""
+        """All but the in-flight micro-batches; `copies` of the weights are weights, gradients and optimizer state.
+
+        A stage that recomputes has the activations of the one at work besides.
+        """
         always = copies * self.weights + self.buffers + self.workspace
         return always + self.stash if recompute else always
 
-    def held(self, copies: float, live: int, waiting: int = 0, *, recompute: bool = False) -> Amount:
-        """All at its most at once, with so many micro-batches live and so many waiting for weight gradients."""
+    def held(self, copies: float, inflight: int, waiting: int = 0, *, recompute: bool = False) -> Amount:
+        """All at its most at once: so many micro-batches in flight, so many that wait for weight gradients."""
         return (
             self.fixed(copies, recompute=recompute)
-            + live * self.each(recompute=recompute)
+            + inflight * self.each(recompute=recompute)
             + waiting * self.delayed
         )
 
@@ -92,7 +94,7 @@ class StageBytes(HeldBytes[float]):
     first_backward_workspace: float
     """of a backward that makes the gradients: less those of the layers up to the one that is at work"""
     weight_workspace: float
-    """of weight gradients that were put off, and below of those that make the gradients"""
+    """of deferred weight gradients, and below of those that make the gradients"""
     first_weight_workspace: float
 
 
@@ -101,8 +103,8 @@ class UnitBytes:
     """What each unit holds, one entry per unit: the coarser rule, of sums over units.
 
     An approximation of `stage_bytes`: it leaves out what a stage keeps of what it sends, and what it holds on top
-    at an end inside a layer; it takes the largest unit's workspace to come on top of all features, and two of the
-    largest messages to be under way, as far as those are little.
+    at an end inside a layer; it takes the largest unit's workspace to come on top of all activations, and two of
+    the largest messages to be under way, as far as those are little.
     """
 
     weights: Floats
@@ -129,15 +131,17 @@ class UnitBytes:
         """Workspace and messages, on an accelerator of so much memory."""
         return self.workspace + min(2 * float(np.max(self.crossing)), _MESSAGES * capacity)
 
-    def as_live(self, live: int, waiting: int) -> int:
-        """Micro-batches as if all were live: one that waits for its weight gradients counts as it weighs."""
+    def as_inflight(self, inflight: int, waiting: int) -> int:
+        """Micro-batches as if all were in flight: one that waits for its weight gradients counts as it weighs."""
         whole = float(self.stash.sum())
-        return live if not waiting or whole <= 0 else live + math.ceil(waiting * float(self.delayed.sum()) / whole)
+        if not waiting or whole <= 0:
+            return inflight
+        return inflight + math.ceil(waiting * float(self.delayed.sum()) / whole)
 
-    def held(self, first: int, last: int, copies: float, live: int) -> float:
+    def held(self, first: int, last: int, copies: float, inflight: int) -> float:
         """Of the units `first` to `last`, without messages."""
         own = slice(first, last + 1)
-        return copies * float(self.weights[own].sum()) + live * float(self.stash[own].sum()) + self.workspace
+        return copies * float(self.weights[own].sum()) + inflight * float(self.stash[own].sum()) + self.workspace
 
 
 @functools.lru_cache(maxsize=16_384)
@@ -195,11 +199,11 @@ def _by_last(
     begins, cut, part = bool(before[0] > 0), after > 0, chain.part_stash[own]
     sent, returned = chain.boundary_forward[own], chain.boundary_backward[own]
     came = float(chain.boundary_forward[first - 1] + chain.boundary_backward[first - 1]) if first else 0.0
-    features = np.cumsum(units.stash[own])
-    stash = features + sent
+    saved = np.cumsum(units.stash[own])
+    stash = saved + sent
     if begins or cut.any():
         parts = np.where(cut, part, 0.0) + (part[0] if begins else 0.0)
-        features, stash = features + parts, stash + parts - _counted_twice(chain, first, end)
+        saved, stash = saved + parts, stash + parts - _counted_twice(chain, first, end)
     if begins:
         resident = chain.resident_input[first] - _passed_on(chain, first, end)
         stash += resident if parted else np.minimum(resident, chain.kept_input[first])
@@ -209,7 +213,7 @@ def _by_last(
     held = HeldBytes(
         weights=_weights(chain, units, first, end),
         stash=stash,
-        delayed=_delayed(chain, units, first, end) if first else features + returned,
+        delayed=_delayed(chain, units, first, end) if first else saved + returned,
         kept=np.full(1, units.inputs[first]),
         buffers=2 * (came + sent + returned),
         workspace=spaces["unit_workspace"],
@@ -238,8 +242,11 @@ def _passed_on(chain: Chain, first: int, end: int) -> Floats:
 
 
 def _counted_twice(chain: Chain, first: int, end: int) -> Floats:
-    """Bytes of the inputs of layers that a stage has in part which its shares of these layers' features have, by
-    its last unit: whoever begins inside a layer keeps all of its input, and whoever ends there sends it."""
+    """Bytes of the inputs of layers that a stage has in part which its shares of these layers' activations
+    have, by its last unit.
+
+    A stage that begins inside a layer keeps all of its input, and one that ends there sends it.
+    """
     layers, share, unfinished = _columns(chain, slice(first, end + 1))
     known = chain.kept_input[first : end + 1]
     kept = np.where(np.isfinite(known), known, 0.0)
@@ -267,9 +274,9 @@ def _all_columns(chain: Chain) -> tuple[Ints, Floats, Bools]:
 
 
 def needed_beyond(needed: Floats, held: Floats, layers: Ints, common: Floats) -> Floats:
-    """By a stage's last unit, most that a unit at work needs beyond the features of all units.
+    """By a stage's last unit, most that a unit at work needs beyond the activations of all units.
 
-    `needed` is for a moment, [..., unit]; `held` are the features of the units up to each, those after a unit have
+    `needed` is workspace, [..., unit]; `held` are the activations of the units up to each, those after a unit have
     none while it works. `common` is what the last layer's need and a message after it both have, 0 inside of it.
     """
     whole = needed + held
@@ -285,12 +292,12 @@ def needed_beyond(needed: Floats, held: Floats, layers: Ints, common: Floats) ->
 
 
 def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Sequence[str]) -> dict[str, Floats]:
-    """By last unit, most of what a layer needs beyond all stashes, and what libraries keep: of these kinds, and of
-    backwards and weight gradients that make the gradients, which all count as being there.
+    """By last unit, most of what a layer needs beyond all saved activations, and what libraries keep: of these
+    kinds, and of backwards and weight gradients that make the gradients, which all count as being there.
 
     What the last layer sends, or the error for it, is part of what it needs, and counts as a message already.
-    Weight gradients that were put off find all there that they need, and make no errors; but a first stage puts
-    off its whole backward.
+    Deferred weight gradients find all there that they need, and make no input gradients; but a first stage
+    defers its whole backward.
     """
     own, begins = slice(first, end + 1), chain.units[first].start > 0
     layers, held = _columns(chain, own)[0], np.cumsum(units.stash[own])
@@ -330,9 +337,9 @@ def _in_messages(chain: Chain) -> Floats:
 
 
 def _delayed(chain: Chain, units: UnitBytes, first: int, end: int) -> Floats:
-    """What waits for weight gradients that are put off, by last unit; not of a first stage, which has no input
-    gradient and puts off all of its backward. Part of a layer needs all of its input."""
-    own, apart = slice(first, end + 1), int(put_off_from(chain)[first])
+    """What waits for deferred weight gradients, by last unit; not of a first stage, which has no input
+    gradient and defers all of its backward. Part of a layer needs all of its input."""
+    own, apart = slice(first, end + 1), int(deferred_from(chain)[first])
     values = np.where(np.arange(first, end + 1) >= apart, units.delayed[own], 0.0)
     before, after = (missing[own] for missing in missing_shares(chain))
     inputs = np.where(values > 0, np.where(before > 0, chain.resident_input[own], chain.input_bytes[own]), 0.0)

@@ -19,9 +19,9 @@ from bapipe.costs.segments import Chain, Floats
 __all__ = [
     "StageSeconds",
     "UnitSeconds",
+    "deferred_from",
     "every_run",
     "missing_shares",
-    "put_off_from",
     "run_sums",
     "stage_seconds",
 ]
@@ -91,14 +91,14 @@ class StageSeconds:
 
     @functools.cached_property
     def weight_gradient(self) -> Floats:
-        """What of the backward can be put off. A first stage sends no error on: all of its backward."""
-        begin = put_off_from(self.chain)[self.first]
+        """What of the backward can be deferred. A first stage sends no input gradient on: all of its backward."""
+        begin = deferred_from(self.chain)[self.first]
         own = self._slowest("weight_gradient", None if (begin == self.first).all() else begin)
         return np.where(self.first == 0, self.backward, np.minimum(own, self.backward))
 
     @functools.cached_property
     def parting(self) -> Floats:
-        """How much longer the backward takes in two parts; not at a first stage, which puts it off as a whole."""
+        """How much longer the backward takes in two parts; not at a first stage, which defers it as a whole."""
         return np.where(self.first == 0, 0.0, self._slowest("parting"))
 
     @functools.cached_property
@@ -158,8 +158,8 @@ def every_run(chain: Chain, row: int) -> StageSeconds:
 
 
 @functools.lru_cache(maxsize=16)
-def put_off_from(chain: Chain) -> Ints:
-    """By the first unit of a stage, the unit from which on its weight gradients can be put off.
+def deferred_from(chain: Chain) -> Ints:
+    """By the first unit of a stage, the unit from which on its weight gradients can be deferred.
 
     A part of a recurrent layer that goes on from the state of another part sends an error back for it, and its
     library makes the weight gradients with the errors.

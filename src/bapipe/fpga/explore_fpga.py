@@ -21,8 +21,8 @@ from bapipe.fpga.schedule_rules import FPGA_SCHEDULES, Rule
 from bapipe.fpga.stage_sizing import StageLoad
 from bapipe.hardware.cluster import Cluster
 from bapipe.models.layers import Model
+from bapipe.planner.partition.paper.stage_cuts import hill_climb
 from bapipe.planner.partition.paper.step_record import Step
-from bapipe.planner.partition.paper.straight_cuts import hill_climb
 from bapipe.planner.request import Request
 from bapipe.units import format_bytes
 
@@ -198,7 +198,8 @@ def _rules(setting: _Setting) -> Iterator[Rule]:
     if request.microbatch is not None:
         if minibatch % request.microbatch:
             raise BaPipeError(
-                f"a global batch of {minibatch} is no multiple of micro-batch {request.microbatch}; change one"
+                f"a global batch of {minibatch} is no multiple of a micro-batch of {request.microbatch}; "
+                "change one"
             )
         sizes = [request.microbatch]
     fill = setting.parameters.refill * float(setting.units.lead[-1]) / len(setting.boards)

@@ -13,8 +13,8 @@ from bapipe.fpga.exact_cuts import Run
 from bapipe.fpga.fpga_profile import fpga_profile
 from bapipe.planner.partition import baselines
 from bapipe.planner.partition.paper.balanced import balanced_partition
+from bapipe.planner.partition.paper.stage_cuts import Cuts, starts
 from bapipe.planner.partition.paper.step_record import Step
-from bapipe.planner.partition.paper.straight_cuts import Cuts, starts
 
 __all__ = ["stepwise"]
 

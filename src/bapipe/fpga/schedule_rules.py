@@ -15,7 +15,7 @@ import numpy as np
 from bapipe.hardware.cluster import Link
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import fbp_as, one_f_one_b_as
-from bapipe.schedule.inflight import live_microbatches
+from bapipe.schedule.inflight import inflight_microbatches
 
 __all__ = ["FPGA_SCHEDULES", "Rule"]
 
@@ -42,7 +42,7 @@ class Rule:
 
     def images(self, behind: int) -> int:
         """Images in flight at a stage with so many boards from it to the end: b · min(M, K) with K of Table I."""
-        return self.microbatch * live_microbatches(self.schedule, behind, self.microbatches)
+        return self.microbatch * inflight_microbatches(self.schedule, behind, self.microbatches)
 
     def slots(self, fill: Any) -> Any:
         """Image times of compute in a period: b, and for 1f1b-as the fill of the layer pipeline δ on top."""

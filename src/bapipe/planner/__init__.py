@@ -1,4 +1,4 @@
-"""Profile + Cluster -> best Plan, its rivals and why they lost."""
+"""Profile + Cluster -> best Plan, its alternatives and why they lost."""
 
 from __future__ import annotations
 

@@ -8,10 +8,7 @@ from typing import Literal
 from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.peak_memory import message_bytes
 from bapipe.costs.segments import Chain
-from bapipe.costs.stage_memory import stages_bytes
-from bapipe.planner.evaluate import Evaluation, seconds_of
-from bapipe.planner.incumbents import AS_FAST
-from bapipe.planner.pipelines import MOST_TYPES
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.search import Exploration
 from bapipe.records.plan import LayerPart, MemoryParts, Plan, PlanStage, Prediction, Rival
 from bapipe.schedule.schedule_file import ScheduleFile
@@ -21,7 +18,7 @@ __all__ = ["make_plan"]
 
 
 def make_plan(found: Exploration) -> Plan:
-    """The plan of the best evaluation, with its rivals and why each lost."""
+    """The plan of the best evaluation, with its alternatives and why each lost."""
     best = found.best
     chain = best.candidate.chain
     return Plan(
@@ -46,7 +43,7 @@ def make_plan(found: Exploration) -> Plan:
             gap=best.time / found.lower_bound - 1,
             source=chain.source,
         ),
-        rivals=_rivals(found),
+        rivals=_alternatives(found),
         notes=_notes(found),
     )
 
@@ -61,12 +58,11 @@ def _kind(evaluation: Evaluation) -> Literal["pipeline", "data-parallel", "hybri
 def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     chain, cluster = best.candidate.chain, found.hardware.cluster
     stages, parted = [], best.schedule.parted_stages()
-    weighed = stages_bytes(chain, [(choice.first, choice.last) for choice in best.candidate.stages], best.schedule)
-    messages = message_bytes(best.schedule, weighed)
-    seconds = seconds_of(chain, best.candidate.stages, cluster)
+    messages = message_bytes(best.schedule, best.stage_bytes)
+    seconds = best.stage_seconds
     for index, choice in enumerate(best.candidate.stages):
         first, last = chain.units[choice.first], chain.units[choice.last]
-        needed = weighed[index]
+        needed = best.stage_bytes[index]
         stages.append(
             PlanStage(
                 accelerators=tuple(cluster.accelerators[member].name for member in choice.accelerators),
@@ -86,7 +82,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 weight_bytes=needed.weights,
                 memory_bytes=best.memory[index],
                 memory_capacity=best.capacity[index],
-                peak_features=best.live[index],
+                peak_features=best.inflight[index],
                 stash_bytes=needed.stash,
                 kept_bytes=needed.kept,
                 delayed_bytes=needed.delayed if index in parted else None,
@@ -114,9 +110,9 @@ def _fractions(chain: Chain, first: int, last: int) -> tuple[LayerPart, ...]:
     return tuple(part for part in parts.values() if part.stop - part.start < part.of)
 
 
-def _rivals(found: Exploration) -> tuple[Rival, ...]:
-    best = found.best
-    rivals = []
+def _alternatives(found: Exploration) -> tuple[Rival, ...]:
+    best, as_fast = found.best, found.tuning.as_fast
+    alternatives = []
     for evaluation in found.considered:
         if evaluation is best:
             continue
@@ -127,28 +123,28 @@ def _rivals(found: Exploration) -> tuple[Rival, ...]:
             layers = evaluation.candidate.stages[short[0]]
             first, last = (evaluation.candidate.chain.units[unit].layer for unit in (layers.first, layers.last))
             reason = f"{format_bytes(short[1])} short on stage {short[0]} (layers {first} to {last})"
-            rivals.append(Rival(name=name, time=None, memory_bytes=fullest, reason=reason))
+            alternatives.append(Rival(name=name, time=None, memory_bytes=fullest, reason=reason))
         else:
             slower, more = best.throughput / evaluation.throughput - 1, fullest - max(best.memory)
-            why = f"{format_bytes(more)} more" if abs(slower) < AS_FAST and more > 0 else _cause(evaluation)
-            reason = f"{_pace(slower)}; {why}"
-            rivals.append(Rival(name=name, time=evaluation.time, memory_bytes=fullest, reason=reason))
+            why = f"{format_bytes(more)} more" if abs(slower) < as_fast and more > 0 else _cause(evaluation)
+            reason = f"{_pace(slower, as_fast)}; {why}"
+            alternatives.append(Rival(name=name, time=evaluation.time, memory_bytes=fullest, reason=reason))
     for estimate in found.estimates:
         if estimate.memory > estimate.capacity:
             lacking = format_bytes(estimate.memory - estimate.capacity)
-            rivals.append(
+            alternatives.append(
                 Rival(name=estimate.name, time=None, memory_bytes=estimate.memory, reason=f"{lacking} short")
             )
         else:
-            reason = f"{_pace(estimate.time / best.time - 1)}; not run by BaPipe"
-            rivals.append(
+            reason = f"{_pace(estimate.time / best.time - 1, as_fast)}; not run by BaPipe"
+            alternatives.append(
                 Rival(name=estimate.name, time=estimate.time, memory_bytes=estimate.memory, reason=reason)
             )
-    return tuple(rivals)
+    return tuple(alternatives)
 
 
-def _pace(slower: float) -> str:
-    if abs(slower) < AS_FAST:
+def _pace(slower: float, as_fast: float) -> str:
+    if abs(slower) < as_fast:
         return "as fast"
     if slower > 1:
         return f"{1 + slower:.3g} times as long"
@@ -175,12 +171,13 @@ def _notes(found: Exploration) -> tuple[str, ...]:
         f"T of equation (1): {format_seconds(found.ideal)} per micro-batch of {chain.microbatch}",
         f"{found.evaluated} candidates simulated",
     ]
-    if len(chain.types) > MOST_TYPES:
+    most = found.tuning.most_types
+    if len(chain.types) > most:
         notes.append(
-            f"heuristic: with more than {MOST_TYPES} types of accelerators they are kept in the cluster's order"
+            f"heuristic: with more than {most} types of accelerators they are kept in the cluster's order"
         )
     if found.brute_gap is not None:
-        level = "as fast as" if found.brute_gap < AS_FAST else f"{found.brute_gap:.1%} slower than"
+        level = "as fast as" if found.brute_gap < found.tuning.as_fast else f"{found.brute_gap:.1%} slower than"
         notes.append(f"{level} the best of all cuts of this depth, each simulated")
     if "analytic" in chain.source or "simulated" in chain.source:
         types = ", ".join(dict.fromkeys(item.type for item in found.hardware.cluster.accelerators))
@@ -200,11 +197,11 @@ def _notes(found: Exploration) -> tuple[str, ...]:
     others = sorted(timed - {"", wanted, *find_optimizer(wanted).steps_like})
     if others:
         notes.append(
-            f"the update is timed with {', '.join(others)} but planned for {wanted}: profile with "
+            f"the optimizer step is timed with {', '.join(others)} but planned for {wanted}: profile with "
             f"--optimizer {wanted}"
         )
     if chain.interpolated:
         notes.append(f"micro-batch {chain.microbatch} is interpolated between profiled sizes")
     if found.request.space == "paper":
-        notes.append("space of the paper: N straight stages, or data parallelism without accumulation")
+        notes.append("space of the paper: N stages without replicas, or data parallelism without accumulation")
     return tuple(notes)

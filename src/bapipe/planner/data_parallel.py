@@ -1,4 +1,4 @@
-"""Data parallelism as a rival: plain and accumulated as candidates, ZeRO-1, FSDP and tensor slicing by formula."""
+"""Data parallelism: plain and accumulated as candidates; ZeRO-1, FSDP and tensor slicing by formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
 from bapipe.schedule.generators import capped
 
-__all__ = ["Estimate", "analytic_rivals", "at_minibatch", "data_parallel_candidate"]
+__all__ = ["Estimate", "analytic_alternatives", "at_minibatch", "data_parallel_candidate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +19,14 @@ class Estimate:
 
     name: str
     time: float
-    """seconds per mini-batch"""
+    """seconds per global batch"""
     memory: float
     """bytes on the fullest accelerator"""
     capacity: float
 
 
 def data_parallel_candidate(chain: Chain, hardware: Hardware, accumulation: int) -> Candidate:
-    """Every accelerator holds the whole model and runs `accumulation` micro-batches per update."""
+    """Every accelerator holds the whole model and runs `accumulation` micro-batches per optimizer step."""
     count = len(hardware.cluster)
     stage = StageChoice(first=0, last=len(chain) - 1, accelerators=tuple(range(count)))
     label = "data parallelism" + (f", {accumulation} accumulation steps" if accumulation > 1 else "")
@@ -35,13 +35,13 @@ def data_parallel_candidate(chain: Chain, hardware: Hardware, accumulation: int)
 
 
 def at_minibatch(chain: Chain, hardware: Hardware, minibatch: int) -> Candidate | None:
-    """Data parallelism that updates once per mini-batch; None where its micro-batches do not divide evenly."""
+    """Data parallelism with one optimizer step per global batch; None where its micro-batches do not divide it."""
     steps, rest = divmod(minibatch, chain.microbatch * len(hardware.cluster))
     return data_parallel_candidate(chain, hardware, steps) if steps and not rest else None
 
 
-def analytic_rivals(chain: Chain, hardware: Hardware, microbatches: int) -> list[Estimate]:
-    """ZeRO-1, FSDP and tensor slicing at the same mini-batch of `microbatches` micro-batches.
+def analytic_alternatives(chain: Chain, hardware: Hardware, microbatches: int) -> list[Estimate]:
+    """ZeRO-1, FSDP and tensor slicing at the same global batch of `microbatches` micro-batches.
 
     ZeRO-1 moves as much as data parallelism and shards the optimizer state. FSDP gathers the weights for every
     forward and backward and scatters the gradients, and shards everything. Tensor slicing divides every layer

@@ -11,7 +11,7 @@ from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.peak_memory import PeakBytes, rank_peaks
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import Chain, holds_all_weights
-from bapipe.costs.stage_memory import stage_weights, stages_bytes
+from bapipe.costs.stage_memory import StageBytes, stage_weights, stages_bytes
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster, Link
@@ -31,11 +31,13 @@ __all__ = [
     "StageChoice",
     "all_reduce_time",
     "evaluate",
+    "is_data_parallel",
     "network_of",
     "plan_timeline",
     "seconds_of",
     "shared_sums",
     "stage_costs",
+    "unreplicated",
 ]
 
 DDP_BUCKET = 25e6
@@ -50,6 +52,16 @@ class StageChoice:
     last: int
     accelerators: tuple[int, ...]
     recompute: bool = False
+
+
+def unreplicated(stages: Sequence[StageChoice]) -> bool:
+    """Whether every stage has one accelerator: pipeline parallelism without data parallelism."""
+    return all(len(stage.accelerators) == 1 for stage in stages)
+
+
+def is_data_parallel(stages: Sequence[StageChoice]) -> bool:
+    """Whether several accelerators each hold the whole model."""
+    return len(stages) == 1 and len(stages[0].accelerators) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,14 +102,18 @@ class Evaluation:
 
     candidate: Candidate
     schedule: Schedule
-    """as run: with recomputation, all-reduce and update"""
+    """as run: with recomputation, all-reduce and optimizer step"""
     costs: Costs
     timeline: Timeline
     peaks: tuple[PeakBytes, ...]
     """on the fullest accelerator of each stage, all its stages together"""
     capacity: tuple[float, ...]
-    live: tuple[float, ...]
-    """micro-batches live at once per replica of each stage"""
+    inflight: tuple[float, ...]
+    """in-flight micro-batches per replica of each stage, at most"""
+    stage_seconds: StageSeconds
+    """what each stage takes per micro-batch"""
+    stage_bytes: tuple[StageBytes, ...]
+    """what each stage holds, by part"""
 
     @property
     def samples(self) -> int:
@@ -172,7 +188,7 @@ def shared_sums(
     """Seconds that each stage sums gradients of divided layers of which every part holds all weights.
 
     `divided` has the layers of which a stage has only a part, `members` its accelerators. The stages sum after the
-    last backward and before the update; that the later ones wait for the first is not counted.
+    last backward and before the optimizer step; that the later ones wait for the first is not counted.
     """
     seconds = [0.0] * len(divided)
     for layer in sorted({layer for layers in divided for layer in layers}):
@@ -197,11 +213,14 @@ def _divided(candidate: Candidate) -> list[set[int]]:
 
 def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
     """What each action of the candidate's stages takes; its schedule does not matter."""
+    return _costs(candidate, hardware, seconds_of(candidate.chain, candidate.stages, hardware.cluster))
+
+
+def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds) -> Costs:
     chain, cluster, reduce = candidate.chain, hardware.cluster, []
     summing = shared_sums(
         chain.profile, cluster, _divided(candidate), [stage.accelerators for stage in candidate.stages]
     )
-    seconds = seconds_of(chain, candidate.stages, cluster)
     forward, backward = tuple(seconds.forward.tolist()), tuple(seconds.backward.tolist())
     for index, stage in enumerate(candidate.stages):
         weights = stage_weights(chain, stage.first, stage.last)
@@ -236,14 +255,23 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
     chosen = [index for index, stage in enumerate(candidate.stages) if stage.recompute]
     if chosen:
         schedule = with_recompute(schedule, chosen)
-    costs = stage_costs(candidate, hardware)
+    seconds = seconds_of(candidate.chain, candidate.stages, hardware.cluster)
+    costs = _costs(candidate, hardware, seconds)
     if schedule.flushes:
         schedule = with_update(schedule)
     else:
         costs = _updating_always(costs)
     ranks = _accelerators_of_ranks(candidate)
     timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule))
-    peaks, live = _memory(candidate, hardware, timeline, schedule)
+    needed = stages_bytes(candidate.chain, [(stage.first, stage.last) for stage in candidate.stages], schedule)
+    peaks = rank_peaks(
+        schedule,
+        timeline,
+        needed,
+        copies=hardware.static_copies(),
+        update_copies=hardware.update_copies(),
+        phases_known=candidate.chain.phases_known,
+    )
     capacity = tuple(
         min(hardware.cluster.type_of(index).memory for index in stage.accelerators) for stage in candidate.stages
     )
@@ -252,16 +280,23 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         schedule=schedule,
         costs=costs,
         timeline=timeline,
-        peaks=peaks,
+        peaks=tuple(
+            max((peaks[rank] for rank in ranks), key=lambda peak: peak.total) for ranks in schedule.placement
+        ),
         capacity=capacity,
-        live=live,
+        inflight=tuple(
+            float(-(-count // len(ranks)))
+            for count, ranks in zip(timeline.peak_live(), schedule.placement, strict=True)
+        ),
+        stage_seconds=seconds,
+        stage_bytes=tuple(needed),
     )
 
 
 def _updating_always(costs: Costs) -> Costs:
-    """A pipeline that never flushes updates after every backward: the update is part of it.
+    """A pipeline that never flushes steps the optimizer after every backward: the step is part of it.
 
-    The error is sent before the update, so where a transfer is waited for this is a little too long.
+    The input gradient is sent before that step, so where a transfer is waited for this is a little too long.
     """
     backward = tuple(b + u for b, u in zip(costs.backward, costs.update, strict=True))
     return replace(costs, backward=backward, update=(0.0,) * len(costs.update))
@@ -272,26 +307,6 @@ def _accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
     if len(ranks) != candidate.schedule.num_ranks:
         raise BaPipeError(f"{candidate.label}: {len(ranks)} accelerators for {candidate.schedule.num_ranks} ranks")
     return ranks
-
-
-def _memory(
-    candidate: Candidate, hardware: Hardware, timeline: Timeline, schedule: Schedule
-) -> tuple[tuple[PeakBytes, ...], tuple[float, ...]]:
-    """The peak on each stage's fullest accelerator, and its live micro-batches per replica."""
-    peaks = rank_peaks(
-        schedule,
-        timeline,
-        stages_bytes(candidate.chain, [(stage.first, stage.last) for stage in candidate.stages], schedule),
-        copies=hardware.static_copies(),
-        update_copies=hardware.update_copies(),
-        phases_told=candidate.chain.phases_told,
-    )
-    fullest = tuple(
-        max((peaks[rank] for rank in ranks), key=lambda peak: peak.total) for ranks in schedule.placement
-    )
-    counts = timeline.peak_live()
-    live = tuple(float(-(-count // len(ranks))) for count, ranks in zip(counts, schedule.placement, strict=True))
-    return fullest, live
 
 
 def plan_timeline(plan: Plan) -> Timeline:

@@ -1,4 +1,4 @@
-"""Partitions that do not depend on the schedule (the rivals'), and the paper's, which depends on its memory."""
+"""Partitions that do not depend on the schedule (the baselines'), and the paper's, which depends on its memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice
 from bapipe.planner.partition import baselines
 from bapipe.planner.partition.paper.balanced import Balanced, balanced_partition
-from bapipe.planner.partition.paper.straight_cuts import Cuts
-from bapipe.planner.pipelines import Family, build, require_layers, straight_stages
+from bapipe.planner.partition.paper.stage_cuts import Cuts
+from bapipe.planner.pipelines import Family, build, require_layers, unreplicated_stages
 from bapipe.planner.request import Request
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
-__all__ = ["PIPEDREAM_LAYERS", "THOROUGH", "dealt_stages", "fixed_partitions", "paper_candidate"]
-
-THOROUGH = 5_000
-"""layers · accelerators up to which the exact search also tries what the rivals would choose"""
-PIPEDREAM_LAYERS = 64
-"""layers up to which PipeDream's own dynamic programme is run beside the exact search"""
+__all__ = ["dealt_stages", "fixed_partitions", "paper_candidate"]
 
 
 def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
@@ -53,8 +49,10 @@ def _transfer_of(link: Link) -> Callable[[Chain], Callable[[int], float]]:
     return of
 
 
-def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list[tuple[StageChoice, ...]]:
-    """The rivals' stages: the asked one's, or, for the exact strategy, all of them as candidates of its own."""
+def fixed_partitions(
+    chain: Chain, hardware: Hardware, request: Request, tuning: Tuning = DEFAULT_TUNING
+) -> list[tuple[StageChoice, ...]]:
+    """The baselines' stages: the asked one's, or, for the exact strategy, all of them as candidates of its own."""
     cluster = hardware.cluster
     depth = _depth(chain, hardware, request)
     row = chain.row(cluster.accelerators[0].type)
@@ -63,12 +61,12 @@ def fixed_partitions(chain: Chain, hardware: Hardware, request: Request) -> list
         "parameters": lambda: _by_parameter_spread(tuple(UnitBytes.of(chain).weights.tolist()), depth),
         "time": lambda: baselines.by_time(UnitSeconds.of(chain).work[row].tolist(), depth),
     }
-    thorough = request.strategy == "exact" and len(chain) * len(cluster) <= THOROUGH
+    thorough = request.strategy == "exact" and len(chain) * len(cluster) <= tuning.thorough_size
     wanted = list(makers) if thorough else [name for name in makers if name == request.strategy]
     found: dict[tuple[StageChoice, ...], None] = {}
     for name in wanted:
         found[dealt_stages(makers[name](), [1] * depth, len(chain))] = None
-    small = len(chain) <= PIPEDREAM_LAYERS and len(cluster) <= 16
+    small = len(chain) <= tuning.pipedream_layers and len(cluster) <= tuning.pipedream_accelerators
     if request.strategy == "pipedream" or (request.strategy == "exact" and small and cluster.topology == "full"):
         for stages in _pipedream(chain, hardware, request, depth):
             found[stages] = None
@@ -94,25 +92,30 @@ def dealt_stages(firsts: Sequence[int], replicas: Sequence[int], units: int) -> 
 
 
 def _pipedream(chain: Chain, hardware: Hardware, request: Request, depth: int) -> list[tuple[StageChoice, ...]]:
-    """PipeDream's own optimum: straight, and with replicated stages where the space allows them."""
+    """PipeDream's own optimum: without replicas, and with replicated stages where the space allows them."""
     cluster = hardware.cluster
     row = chain.row(cluster.accelerators[0].type)
     free = request.stages is None and request.space == "full" and len(cluster) > 1
     found = []
-    for machines, straight in [(depth, True), *([(len(cluster), False)] if free else [])]:
+    for machines, unreplicated in [(depth, True), *([(len(cluster), False)] if free else [])]:
         plan = baselines.pipedream(
             UnitSeconds.of(chain).work[row].tolist(),
             transfer=(chain.boundary_forward[:-1] / cluster.within.bandwidth).tolist(),
             synchronise=(UnitBytes.of(chain).weights / cluster.within.bandwidth).tolist(),
             machines=machines,
-            straight=straight,
+            unreplicated=unreplicated,
         )
         found.append(dealt_stages(plan.cuts, plan.replicas, len(chain)))
     return found
 
 
 def paper_candidate(
-    chain: Chain, hardware: Hardware, family: Family, microbatches: int, request: Request
+    chain: Chain,
+    hardware: Hardware,
+    family: Family,
+    microbatches: int,
+    request: Request,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Candidate | None:
     """The paper's balanced partition for a family of schedules, on the accelerators in the cluster's order."""
     if family.recompute == "always":
@@ -124,13 +127,14 @@ def paper_candidate(
         chain,
         rows=tuple(chain.row(cluster.accelerators[index].type) for index in members),
         capacity=tuple(cluster.type_of(index).memory for index in members),
-        live=tuple(family.inflight(depth - index, depth, microbatches) for index in members),
+        inflight=tuple(family.inflight(depth - index, depth, microbatches) for index in members),
         copies=hardware.static_copies(),
         link=_slowest(cluster),
         split_layers=request.strategy == "bapipe" or request.split_layers,
+        slices=tuning.slices,
     )
-    stages = straight_stages(balanced.cuts, members)
-    return replace(build(balanced.chain, stages, family, microbatches, hardware), steps=balanced.steps)
+    stages = unreplicated_stages(balanced.cuts, members)
+    return replace(build(balanced.chain, stages, family, microbatches, hardware, tuning), steps=balanced.steps)
 
 
 @functools.lru_cache(maxsize=8)
@@ -139,12 +143,13 @@ def _balanced(
     *,
     rows: tuple[int, ...],
     capacity: tuple[float, ...],
-    live: tuple[int, ...],
+    inflight: tuple[int, ...],
     copies: int,
     link: Link,
     split_layers: bool,
+    slices: int,
 ) -> Balanced:
-    """The partition, which families with as many live micro-batches share."""
+    """The partition, which families with as many in-flight micro-batches share."""
 
     def memory_of(own: Chain) -> Callable[[Cuts], list[float]]:
         known: dict[tuple[int, int, int], float] = {}
@@ -156,7 +161,7 @@ def _balanced(
                 key = (index, first, last)
                 held = known.get(key)
                 if held is None:
-                    held = known[key] = stage_bytes(own, first, last).held(copies, live[index])
+                    held = known[key] = stage_bytes(own, first, last).held(copies, inflight[index])
                 needed.append(held)
                 first = last + 1
             return needed
@@ -170,4 +175,5 @@ def _balanced(
         memory_of=memory_of,
         capacity=capacity,
         split_layers=split_layers,
+        slices=slices,
     )

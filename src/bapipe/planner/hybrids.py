@@ -1,7 +1,7 @@
-"""Pipelines with replicas: of few stages that the accelerators divide evenly, and whole ones side by side.
+"""Pipelines with replicas: of few stages that the accelerators divide evenly, and whole ones replicated.
 
-The exact partition goes by a formula that takes stages to fill and drain as if alike. Straight pipelines of uneven
-stages take longer than it says, replicated ones do not, so some of these are always simulated as well.
+The exact partition goes by a formula that takes stages to fill and drain as if alike. Pipelines of uneven stages
+without replicas take longer than it says, replicated ones do not, so some of these are always simulated as well.
 """
 
 from __future__ import annotations
@@ -18,18 +18,14 @@ from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time, seconds_of
 from bapipe.planner.fixed_partitions import dealt_stages
-from bapipe.schedule.replicas import side_by_side
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
+from bapipe.schedule.replicas import replicated_pipelines
 
 __all__ = ["balanced_hybrids", "copies_of", "numbers_of_copies"]
 
-_TRIED = 12
-"""hybrids that are simulated, the best by the formula"""
-_THREE_STAGES = 16
-"""accelerators up to which they may also be dealt to three stages"""
-
 
 def balanced_hybrids(
-    chain: Chain, hardware: Hardware, microbatches: int
+    chain: Chain, hardware: Hardware, microbatches: int, tuning: Tuning = DEFAULT_TUNING
 ) -> list[tuple[float, tuple[StageChoice, ...]]]:
     """Two or three stages over all accelerators, some replicated, cut so that each replica has as much to do.
 
@@ -42,7 +38,7 @@ def balanced_hybrids(
         return []
     done = np.cumsum(UnitSeconds.of(chain).work[0])
     scored: list[tuple[float, tuple[StageChoice, ...]]] = []
-    for replicas in _shares(count, microbatches):
+    for replicas in _shares(count, microbatches, tuning):
         wanted = np.cumsum(replicas)[:-1] / count * done[-1]
         near = np.searchsorted(done, wanted)
         for cuts in itertools.product(*([at - 1, at] for at in near.tolist())):
@@ -51,14 +47,14 @@ def balanced_hybrids(
             stages = dealt_stages([cut + 1 for cut in cuts], replicas, len(chain))
             scored.append((_time(chain, hardware, stages, microbatches), stages))
     scored.sort(key=lambda item: item[0])
-    return scored[:_TRIED]
+    return scored[: tuning.hybrids_simulated]
 
 
-def _shares(count: int, microbatches: int) -> Iterator[tuple[int, ...]]:
+def _shares(count: int, microbatches: int, tuning: Tuning) -> Iterator[tuple[int, ...]]:
     """How many accelerators each stage gets; none more than there are micro-batches."""
     most = min(count - 1, microbatches)
     yield from ((first, count - first) for first in range(max(1, count - most), most + 1) if count > 2)
-    if count <= _THREE_STAGES:
+    if count <= tuning.three_stage_accelerators:
         for first, second in itertools.product(range(1, most + 1), repeat=2):
             third = count - first - second
             if 1 <= third <= most and max(first, second, third) > 1:
@@ -66,7 +62,7 @@ def _shares(count: int, microbatches: int) -> Iterator[tuple[int, ...]]:
 
 
 def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], microbatches: int) -> float:
-    """Seconds per mini-batch by the exact partition's formula (`exact_problem`), links taken as free."""
+    """Seconds per global batch by the exact partition's formula (`exact_problem`), links taken as free."""
     work: list[float] = seconds_of(chain, stages, hardware.cluster).work.tolist()
     steady = max(
         (-(-microbatches // len(stage.accelerators)) - 1) * own for stage, own in zip(stages, work, strict=True)
@@ -79,20 +75,20 @@ def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], mic
 
 
 def numbers_of_copies(cluster: Cluster) -> list[int]:
-    """How many pipelines of two stages or more may run side by side on all accelerators, which must be alike."""
+    """How many pipelines of two stages or more may run as replicas on all accelerators, which must be alike."""
     count = len(cluster)
     alike = len({item.type for item in cluster.accelerators}) == 1 and cluster.topology == "full"
     return [number for number in range(2, count // 2 + 1) if count % number == 0] if alike else []
 
 
 def copies_of(candidate: Candidate, number: int, cluster: Cluster) -> Iterator[Candidate]:
-    """As many of a straight pipeline that is planned for the first accelerators.
+    """So many replicas of a pipeline that is planned for the first accelerators.
 
     Replicas of a stage are neighbours; with several nodes also apart, so that each pipeline keeps to few nodes.
     """
     stages, each = candidate.stages, len(cluster) // number
     shape = "-".join([str(number)] * len(stages))
-    schedule = side_by_side([candidate.schedule] * number)
+    schedule = replicated_pipelines([candidate.schedule] * number)
     label = f"{candidate.label.partition(',')[0]}, stages {shape}"
     several = len({item.node for item in cluster.accelerators}) > 1
     for near in (True, False) if several else (True,):

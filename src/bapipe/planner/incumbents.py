@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bapipe.planner.evaluate import Candidate, Evaluation
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
-__all__ = ["AS_FAST", "Incumbents", "lightest", "rank"]
-
-AS_FAST = 5e-4
-"""share of the throughput by which two plans may differ and count as equally fast: no prediction is closer"""
+__all__ = ["Incumbents", "lightest", "rank"]
 
 
 def rank(evaluation: Evaluation) -> tuple[float, float]:
@@ -18,7 +16,7 @@ def rank(evaluation: Evaluation) -> tuple[float, float]:
     return (0.0 if short is None else short[1], -evaluation.throughput)
 
 
-def lightest(evaluations: Iterable[Evaluation], *, within: float = AS_FAST) -> Evaluation | None:
+def lightest(evaluations: Iterable[Evaluation], *, within: float = DEFAULT_TUNING.as_fast) -> Evaluation | None:
     """The fastest that fits; of those as fast, to such a share, the one that needs least memory."""
     fitting = [evaluation for evaluation in evaluations if evaluation.short is None]
     fastest = max((item.throughput for item in fitting), default=0.0)
@@ -29,11 +27,11 @@ def lightest(evaluations: Iterable[Evaluation], *, within: float = AS_FAST) -> E
 class Incumbents:
     """The best evaluation of each family."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: Tuning = DEFAULT_TUNING) -> None:
         self.by_family: dict[str, Evaluation] = {}
         self.count = 0
-        self.bound = 0.0
-        """seconds that no candidate of the micro-batch size at hand can beat"""
+        """evaluations that were offered"""
+        self._tuning = tuning
         self._seen: set[tuple[object, ...]] = set()
 
     def is_new(self, candidate: Candidate) -> bool:
@@ -45,16 +43,22 @@ class Incumbents:
         return new
 
     def add(self, family: str, evaluation: Evaluation) -> None:
+        """Keep the evaluation if it is the best of its family."""
         self.count += 1
         held = self.by_family.get(family)
         if held is None or rank(evaluation) < rank(held):
             self.by_family[family] = evaluation
 
-    def hopeless(self, family: str) -> bool:
-        """Whether the family has done better already than the size at hand allows."""
+    def beats(self, family: str, bound: float) -> bool:
+        """Whether the family's best fits and takes no longer than so many seconds."""
         held = self.by_family.get(family)
-        return held is not None and held.short is None and held.time <= self.bound
+        return held is not None and held.short is None and held.time <= bound
+
+    def ranked(self) -> list[Evaluation]:
+        """The best of every family, from the best on; those that do not fit are last."""
+        return sorted(self.by_family.values(), key=rank)
 
     @property
     def best(self) -> Evaluation | None:
-        return lightest(self.by_family.values())
+        """The fastest that fits; of those as fast, the one that needs least memory."""
+        return lightest(self.by_family.values(), within=self._tuning.as_fast)

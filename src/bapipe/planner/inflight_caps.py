@@ -12,12 +12,10 @@ from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import stage_bytes
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.planner.evaluate import Hardware, StageChoice
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.inflight import full_overlap_caps, never_rising, stage_caps, weight_gradient_delays
 
-__all__ = ["WORTH_WAITING", "LiveBytes", "least_caps", "live_bytes", "weight_delays"]
-
-WORTH_WAITING = 0.01
-"""share of a stage's work that its weight gradients must be for it to pay to put them off"""
+__all__ = ["InflightBytes", "inflight_bytes", "least_caps", "weight_delays"]
 
 
 def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, hardware: Hardware) -> list[int]:
@@ -30,7 +28,7 @@ def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, h
     again = np.array([stage.recompute for stage in stages])
     forward = (seconds.forward / counts).tolist()
     backward = ((seconds.backward + again * seconds.forward) / counts).tolist()
-    most = [_most_live(chain, stage, hardware) * count for stage, count in zip(stages, counts, strict=True)]
+    most = [_most_inflight(chain, stage, hardware) * count for stage, count in zip(stages, counts, strict=True)]
     links = [
         cluster.link(one.accelerators[-1], other.accelerators[0]) for one, other in itertools.pairwise(stages)
     ]
@@ -51,25 +49,29 @@ def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, h
     )
 
 
-def _most_live(chain: Chain, stage: StageChoice, hardware: Hardware) -> int:
+def _most_inflight(chain: Chain, stage: StageChoice, hardware: Hardware) -> int:
     """Micro-batches that one replica of the stage has memory for, beside its weights."""
-    found = live_bytes(chain, stage, hardware)
+    found = inflight_bytes(chain, stage, hardware)
     return 2**30 if found.each <= 0 else max(0, int(found.room // found.each))
 
 
 def weight_delays(
-    chain: Chain, stages: Sequence[StageChoice], caps: Sequence[int], hardware: Hardware
+    chain: Chain,
+    stages: Sequence[StageChoice],
+    caps: Sequence[int],
+    hardware: Hardware,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> list[int]:
-    """By how many micro-batches each stage of a zero-bubble order puts its weight gradients off.
+    """By how many micro-batches each stage of a zero-bubble order defers its weight gradients.
 
     So many that it holds as many micro-batches as the first stage, as far as its memory allows beside K_i; none
     where it has next to no weight gradients.
     """
     delays, seconds = [], _first_replicas(chain, stages, hardware)
-    pays = (seconds.weight_gradient >= WORTH_WAITING * seconds.work).tolist()
+    pays = (seconds.weight_gradient >= tuning.worth_deferring * seconds.work).tolist()
     for stage, cap, delay, worth in zip(stages, caps, weight_gradient_delays(caps), pays, strict=True):
         wanted = delay if worth else 0
-        found = live_bytes(chain, stage, hardware)
+        found = inflight_bytes(chain, stage, hardware)
         spare = found.room - cap * found.each
         delays.append(min(wanted, max(0, int(spare // found.delayed)) if found.delayed > 0 else wanted))
     return delays
@@ -82,7 +84,7 @@ def _first_replicas(chain: Chain, stages: Sequence[StageChoice], hardware: Hardw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveBytes:
+class InflightBytes:
     """What the micro-batches of a stage may take."""
 
     each: float
@@ -93,11 +95,11 @@ class LiveBytes:
     """what one replica has for all of them"""
 
 
-def live_bytes(chain: Chain, stage: StageChoice, hardware: Hardware) -> LiveBytes:
+def inflight_bytes(chain: Chain, stage: StageChoice, hardware: Hardware) -> InflightBytes:
     """Of one stage, beside its weights, gradients, optimizer state, messages under way and workspace."""
     needed = stage_bytes(chain, stage.first, stage.last)
     capacity = min(hardware.cluster.type_of(index).memory for index in stage.accelerators)
-    return LiveBytes(
+    return InflightBytes(
         each=needed.each(recompute=stage.recompute),
         delayed=needed.delayed,
         room=capacity - needed.fixed(hardware.static_copies(), recompute=stage.recompute),

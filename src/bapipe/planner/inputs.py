@@ -7,9 +7,10 @@ from bapipe.costs.resolve_model import load_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster, is_fpga_cluster
 from bapipe.hardware.cluster_file import read_cluster, with_link_bandwidth, with_memory_limit
-from bapipe.models.builtin import builtin_model, is_builtin
+from bapipe.models.builtin import builtin_model
 from bapipe.models.layer_table import read_layer_table
 from bapipe.models.layers import Model
+from bapipe.models.model_spec import parse_model_spec
 from bapipe.units import parse_bandwidth, parse_bytes
 
 __all__ = ["FPGA_DTYPE", "cluster_with", "goes_on_fpgas", "layers_for_fpgas", "profile_for"]
@@ -39,14 +40,18 @@ def cluster_with(
 
 def goes_on_fpgas(model: str, cluster: Cluster) -> bool:
     """Whether the planner for FPGAs is asked: every accelerator is one, and the model is no measured profile."""
-    return is_fpga_cluster(cluster) and not model.lower().endswith((".json", ".txt"))
+    return is_fpga_cluster(cluster) and parse_model_spec(model).kind not in ("profile", "graph")
 
 
 def layers_for_fpgas(model: str) -> Model:
-    """A built-in model or a layer table. An FPGA has modules per convolution, so blocks are told apart."""
-    if not is_builtin(model):
-        return read_layer_table(model)
-    return builtin_model(model, granularity="conv") if model.lower().startswith("resnet") else builtin_model(model)
+    """A built-in model or a layer table. An FPGA has modules per convolution, so blocks are divided."""
+    found = parse_model_spec(model)
+    if found.kind == "layer table":
+        return read_layer_table(found.text)
+    if found.kind != "builtin":
+        raise BaPipeError(f"FPGAs take a built-in CNN or a layer table (.toml), got '{found.text[:60]}'")
+    conv = {"granularity": "conv"} if found.text.lower().startswith("resnet") else {}
+    return builtin_model(found.text, **conv)
 
 
 def profile_for(model: str, cluster: Cluster, *, microbatch: int | None, dtype: str | None) -> Profile:

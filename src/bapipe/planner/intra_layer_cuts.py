@@ -22,11 +22,11 @@ from bapipe.costs.stage_memory import every_run_bytes
 from bapipe.costs.stage_time import UnitSeconds, every_run
 from bapipe.errors import InfeasibleError
 from bapipe.planner.evaluate import Hardware, StageChoice
-from bapipe.planner.fixed_partitions import THOROUGH
 from bapipe.planner.partition.paper.intra_layer import refine
-from bapipe.planner.partition.paper.straight_cuts import starts
-from bapipe.planner.pipelines import Family, optimal, straight_stages
+from bapipe.planner.partition.paper.stage_cuts import starts
+from bapipe.planner.pipelines import Family, optimal, unreplicated_stages
 from bapipe.planner.request import Request
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
 __all__ = [
     "divided_stages",
@@ -38,20 +38,18 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-_LIMITS = 6
-"""limits of the longest stage that are tried between the least there is and the largest that can pay"""
 
 
 @functools.lru_cache(maxsize=16)
-def refined(chain: Chain) -> Chain:
+def refined(chain: Chain, slices: int = DEFAULT_TUNING.slices) -> Chain:
     """The chain with every layer that may be divided in slices."""
-    return refine(chain, range(len(chain.profile.layers)))
+    return refine(chain, range(len(chain.profile.layers)), slices)
 
 
-def splits_everywhere(chain: Chain, hardware: Hardware, request: Request) -> bool:
+def splits_everywhere(chain: Chain, hardware: Hardware, request: Request, tuning: Tuning = DEFAULT_TUNING) -> bool:
     """Whether every layer that may be divided is tried so, and at every depth: where that is not too much."""
     divides = request.split_layers and request.strategy in ("exact", "gpipe") and request.space == "full"
-    return divides and len(refined(chain)) * len(hardware.cluster) <= THOROUGH
+    return divides and len(refined(chain, tuning.slices)) * len(hardware.cluster) <= tuning.thorough_size
 
 
 def split_stages(
@@ -61,17 +59,20 @@ def split_stages(
     family: Family,
     microbatches: int,
     fast: bool,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Iterator[tuple[Chain, list[StageChoice]]]:
     """The optimum of as many stages on the finer chain, as if parts cost their share; then with what they cost."""
     if all(unit.whole for unit in finer.units):
         return
     # What does not fit by what is known before the cuts are may fit: `divided_stages` weighs more closely.
     with contextlib.suppress(InfeasibleError):
-        best = optimal(finer, hardware, family, microbatches, num_stages=len(stages), fast_links=fast)
+        best = optimal(
+            finer, hardware, family, microbatches, num_stages=len(stages), fast_links=fast, tuning=tuning
+        )
         yield finer, best
         stages = best
-    if parts_cost_more(finer) and len(finer) * len(hardware.cluster) <= THOROUGH:
-        for cut in divided_stages(finer, stages, hardware, family, microbatches):
+    if parts_cost_more(finer) and len(finer) * len(hardware.cluster) <= tuning.thorough_size:
+        for cut in divided_stages(finer, stages, hardware, family, microbatches, tuning):
             yield finer, cut
 
 
@@ -89,15 +90,20 @@ class _Spans:
     """seconds per micro-batch, recomputation included"""
     steady: Floats
     """seconds per micro-batch that the stage or the link after it is busy"""
-    put_off: Floats
-    """seconds per micro-batch of weight gradients that can be put off"""
+    deferrable: Floats
+    """seconds per micro-batch of weight gradients that can be deferred"""
     fits: NDArray[np.bool_]
 
 
 def divided_stages(
-    chain: Chain, stages: Sequence[StageChoice], hardware: Hardware, family: Family, microbatches: int
+    chain: Chain,
+    stages: Sequence[StageChoice],
+    hardware: Hardware,
+    family: Family,
+    microbatches: int,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> list[list[StageChoice]]:
-    """The best cuts for the accelerators of these straight stages in their order; [] if none fits.
+    """The best cuts for the accelerators of these stages, one each, in their order; [] if none fits.
 
     The time is that of `bapipe.planner.partition.exact.problem`, T = Φ + B, with what parts cost on top. Two are
     returned where they differ: the least longest stage, and the least T of a few limits between that and where a
@@ -114,13 +120,14 @@ def divided_stages(
     low = high = _longest(spans, shortest)
     if microbatches > 1:
         high = max(low, (time(shortest) - _fill(spans, sends, least)) / (microbatches - 1))
-    trials = [_least(spans, float(limit) * (1 + 1e-12), sends) for limit in np.linspace(low, high, _LIMITS)]
+    limits = np.linspace(low, high, tuning.split_limits)
+    trials = [_least(spans, float(limit) * (1 + 1e-12), sends) for limit in limits]
     quickest = min((cuts for cuts in (shortest, *trials) if cuts is not None), key=time)
     members = [stage.accelerators[0] for stage in stages]
     return [
         [
             replace(choice, recompute=stage.recompute)
-            for choice, stage in zip(straight_stages(cuts, members), stages, strict=True)
+            for choice, stage in zip(unreplicated_stages(cuts, members), stages, strict=True)
         ]
         for cuts in dict.fromkeys((tuple(shortest), tuple(quickest)))
     ]
@@ -131,7 +138,7 @@ def staggered_stages(
 ) -> list[StageChoice] | None:
     """The cuts for an order in which no stage waits but at its ends; None if none fits.
 
-    Stage i begins i forwards late. Where it has no weight gradients to put off it is done i input gradients before
+    Stage i begins i forwards late. Where it has no weight gradients to defer it is done i input gradients before
     the end, else it fills that time with them: so it may have more work. The least T of
 
         Φ_i + M·work_i + max(0, D_i − M·W_i) ≤ T
@@ -148,10 +155,10 @@ def staggered_stages(
     back = float((units.backward - units.weight_gradient)[rows].sum(axis=1).mean()) / count + send
     limited = []
     for index, span in enumerate(spans):
-        ends = index * ahead + np.maximum(0.0, index * back - microbatches * span.put_off)
+        ends = index * ahead + np.maximum(0.0, index * back - microbatches * span.deferrable)
         limited.append(replace(span, steady=span.work + ends / microbatches))
     cuts = _least(limited, None, sends)
-    return None if cuts is None else straight_stages(cuts, members)
+    return None if cuts is None else unreplicated_stages(cuts, members)
 
 
 def _spans(
@@ -173,14 +180,14 @@ def _spans(
             there = chain.boundary_forward / link.bandwidth + link.latency
             back = chain.boundary_backward / link.bandwidth + link.latency
             busy = there + back if link.duplex == "half" else np.maximum(there, back)
-        live, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
-        needed = memory.held(hardware.static_copies(), live, waiting, recompute=stage.recompute)
+        inflight, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
+        needed = memory.held(hardware.static_copies(), inflight, waiting, recompute=stage.recompute)
         own = seconds[rows[index]]
         work = own.work + own.forward if stage.recompute else own.work.copy()
         work[np.tril_indices(len(chain), -1)] = np.inf
         steady = np.maximum(work + (there + back if family.communication == "exposed" else 0.0), busy)
         fits = needed <= cluster.type_of(member).memory
-        spans.append(_Spans(work=work, steady=steady, put_off=own.weight_gradient, fits=fits))
+        spans.append(_Spans(work=work, steady=steady, deferrable=own.weight_gradient, fits=fits))
         sends.append(there + back)
     return spans, sends
 

@@ -1,7 +1,7 @@
 """Zero-bubble plans in an order made for their times, and the cuts that suit such an order.
 
-The exact partition balances stages; an order that puts weight gradients off until a stage would wait allows more
-work where there is more to put off. So the cuts are moved, several neighbours at a time, as long as that makes the
+The exact partition balances stages; an order that defers weight gradients until a stage would wait allows more
+work where there is more to defer. So the cuts are moved, several neighbours at a time, as long as that makes the
 order shorter.
 """
 
@@ -13,66 +13,58 @@ from dataclasses import replace
 from typing import Literal
 
 from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate, stage_costs
-from bapipe.planner.inflight_caps import WORTH_WAITING, least_caps, live_bytes
+from bapipe.planner.inflight_caps import inflight_bytes, least_caps
 from bapipe.planner.intra_layer_cuts import refined, staggered_stages
 from bapipe.planner.partition.paper.intra_layer import translate
 from bapipe.planner.pipelines import FAMILIES, with_cuts
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.list_schedule import Preference, StageTimes, timed_order
 
-__all__ = ["FEW_FORWARDS", "Moves", "timed_plans"]
+__all__ = ["Moves", "timed_plans"]
 
-FEW_FORWARDS = 512
-"""stages · micro-batches up to which such orders are tried: each takes milliseconds"""
-_FEW_ORDERS, _MOST_ORDERS = 60, 200
-"""that are made in one search for better cuts, of layers and of slices"""
-_SPARED = 0.05
-"""share of the memory that such an order leaves alone: it takes all that it is given, for little, and what a stage
-holds is not known more closely"""
-_GAINS = 1e-4
-"""share of the time that a move must save"""
 _CHOICES = tuple(
     (Preference(forward_first=first, gap=gap), more)
     for first, gap, more in itertools.product((True, False), (0.0, 0.5), (0, 2, 4, None))
 )
 """what goes first, and micro-batches beyond the least K that may wait for their I; None: as many as there are"""
-_LOOKED_AT = 6
-"""of them that are simulated"""
 
 Moves = Literal["none", "layers", "slices"]
 _Choice = tuple[Preference, int | None]
 _Cuts = tuple[int, ...]
 
 
-def timed_plans(start: Evaluation, hardware: Hardware, *, moves: Moves) -> list[Evaluation]:
-    """Evaluations of a straight pipeline's stages in orders made for them, and of stages with moved cuts.
+def timed_plans(
+    start: Evaluation, hardware: Hardware, *, moves: Moves, tuning: Tuning = DEFAULT_TUNING
+) -> list[Evaluation]:
+    """Evaluations of a pipeline's stages in orders made for them, and of stages with moved cuts.
 
     `moves`: cuts are moved by the units that there are, or by slices of all layers that may be divided.
     """
-    candidate = _in_slices(start.candidate) if moves == "slices" else start.candidate
-    search = _Search(candidate, hardware)
+    candidate = _in_slices(start.candidate, tuning.slices) if moves == "slices" else start.candidate
+    search = _Search(candidate, hardware, tuning)
     stages = candidate.stages
     tried = [stages]
     if moves == "layers":
-        tried.append(search.moved(stages, search.quickest(stages)[0], most=_FEW_ORDERS))
+        tried.append(search.moved(stages, search.quickest(stages)[0], most=tuning.layer_orders))
     elif moves == "slices":
         family, count = FAMILIES["zb"], candidate.schedule.num_microbatches
         staggered = staggered_stages(candidate.chain, stages, hardware, family, count)
         for cut in (stages, *([] if staggered is None else [tuple(staggered)])):
-            tried += [cut, search.moved(cut, search.quickest(cut)[0], most=_MOST_ORDERS)]
+            tried += [cut, search.moved(cut, search.quickest(cut)[0], most=tuning.slice_orders)]
     found = []
     for cut in dict.fromkeys(tried):
-        choices = search.quickest(cut)[:_LOOKED_AT]
+        choices = search.quickest(cut)[: tuning.orders_simulated]
         found += [evaluate(search.candidate(cut, choice), hardware) for choice in choices]
     return found
 
 
-def _in_slices(candidate: Candidate) -> Candidate:
+def _in_slices(candidate: Candidate, slices: int) -> Candidate:
     """The same stages on the chain in which every layer that may be divided is in slices."""
     chain = candidate.chain
     if not all(unit.whole for unit in chain.units):
         return candidate
-    finer = refined(chain)
+    finer = refined(chain, slices)
     cuts = translate(tuple(stage.last for stage in candidate.stages), chain, finer)
     return replace(candidate, chain=finer, stages=with_cuts(candidate.stages, cuts))
 
@@ -80,8 +72,8 @@ def _in_slices(candidate: Candidate) -> Candidate:
 class _Search:
     """Orders of one pipeline on various cuts."""
 
-    def __init__(self, candidate: Candidate, hardware: Hardware) -> None:
-        self._start, self._hardware = candidate, hardware
+    def __init__(self, candidate: Candidate, hardware: Hardware, tuning: Tuning) -> None:
+        self._start, self._hardware, self._tuning = candidate, hardware, tuning
         self._microbatches = candidate.schedule.num_microbatches
         self._bases: dict[_Cuts, list[StageTimes]] = {}
         self._orders: dict[tuple[_Cuts, _Choice], tuple[Schedule, float]] = {}
@@ -125,7 +117,7 @@ class _Search:
                 if len(self._orders) >= most:
                     return stages
                 seconds = self.seconds(trial, choice)
-                if seconds < best * (1 - _GAINS):
+                if seconds < best * (1 - self._tuning.order_gain):
                     best, stages = seconds, trial
             if best == before:
                 step //= 2
@@ -139,7 +131,8 @@ class _Search:
         caps = least_caps(chain, stages, count, hardware)
         found = []
         for index, (stage, cap) in enumerate(zip(stages, caps, strict=True)):
-            bytes_ = live_bytes(chain, stage, hardware)
+            bytes_ = inflight_bytes(chain, stage, hardware)
+            spare = self._tuning.order_spare_memory * cluster.type_of(stage.accelerators[0]).memory
             ahead = back = 0.0
             if index + 1 < len(stages):
                 link = cluster.link(stage.accelerators[0], stages[index + 1].accelerators[0])
@@ -148,7 +141,7 @@ class _Search:
                 link = cluster.link(stage.accelerators[0], stages[index - 1].accelerators[0])
                 back = costs.send_backward[index - 1] / link.bandwidth + link.latency
             first, second = costs.input_gradient[index], costs.weight_gradient[index]
-            if second < WORTH_WAITING * (costs.forward[index] + first + second):
+            if second < self._tuning.worth_deferring * (costs.forward[index] + first + second):
                 first, second = costs.backward[index], 0.0
             found.append(
                 StageTimes(
@@ -158,10 +151,10 @@ class _Search:
                     send_forward=ahead,
                     send_backward=back,
                     cap=cap,
-                    live=bytes_.each,
+                    inflight=bytes_.each,
                     delayed=bytes_.delayed,
                     tail=costs.update[index],
-                    room=bytes_.room - _SPARED * cluster.type_of(stage.accelerators[0]).memory,
+                    room=bytes_.room - spare,
                 )
             )
         return found

@@ -15,34 +15,27 @@ from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
-from bapipe.planner.inflight_caps import least_caps, live_bytes, weight_delays
+from bapipe.planner.inflight_caps import inflight_bytes, least_caps, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
 from bapipe.planner.partition.exact.solve import solve
-from bapipe.planner.partition.paper.straight_cuts import starts
+from bapipe.planner.partition.paper.stage_cuts import starts
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import SCHEDULES, capped, interleaved
-from bapipe.schedule.inflight import declining_caps, live_microbatches, ranks_behind, waiting_microbatches
+from bapipe.schedule.inflight import declining_caps, inflight_microbatches, ranks_behind, waiting_microbatches
 from bapipe.schedule.zero_bubble import zero_bubble
 
 __all__ = [
     "FAMILIES",
-    "MOST_TYPES",
     "Family",
     "build",
     "families_for",
     "interleaved_candidate",
     "optimal",
     "require_layers",
-    "straight_stages",
+    "unreplicated_stages",
     "with_cuts",
 ]
-
-MOST_TYPES = 3
-"""accelerator types that the exact partition orders freely; with more, the cluster's own order is kept"""
-_CLOSER_LOOKS = 5
-"""times that the exact partition is asked again with less memory where its answer turns out not to fit"""
-_KEPT_FORWARDS = 100_000
-"""stages · micro-batches up to which a schedule is kept for the next candidate of its shape"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +52,13 @@ class Family:
 
     def inflight(self, behind: int, ranks: int, microbatches: int) -> int:
         """Micro-batches at a stage with so many accelerators from it to the end, of so many in all."""
-        return live_microbatches(self.schedule, behind, microbatches, ranks=ranks, first=self.cap)
+        return inflight_microbatches(self.schedule, behind, microbatches, ranks=ranks, first=self.cap)
 
     def waiting(self, behind: int, ranks: int, microbatches: int) -> int:
         """Micro-batches there that only wait for their weight gradients."""
         return waiting_microbatches(self.schedule, behind, microbatches, ranks=ranks)
 
-    def straight(self) -> Family:
+    def unreplicated(self) -> Family:
         """The same without replicated stages."""
         return replace(self, replicas=False)
 
@@ -101,8 +94,7 @@ def families_for(
     if kinds == {"asynchronous"}:
         return {name: FAMILIES[name] for name in ("1f1b-as", "fbp-as")}
     if paper:
-        straight = ("1f1b-sno", "1f1b-so")
-        return {name: FAMILIES[name].straight() for name in straight}
+        return {name: FAMILIES[name].unreplicated() for name in ("1f1b-sno", "1f1b-so")}
     # PipeDream trains another way, with stale weights: it is for comparison and must be asked for.
     return {
         name: replace(family, cap=cap if name == "1f1b" else None)
@@ -122,6 +114,7 @@ def optimal(
     replicas: bool = False,
     unlimited: bool = False,
     fast_links: bool = True,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> list[StageChoice]:
     """The optimal stages for a family of schedules; raises InfeasibleError (`bapipe.planner.partition.exact`).
 
@@ -131,7 +124,7 @@ def optimal(
     types = chain.types
     counts = [sum(item.type == name for item in cluster.accelerators) for name in types]
     order = None
-    if cluster.topology == "chain" or len(types) > MOST_TYPES:
+    if cluster.topology == "chain" or len(types) > tuning.most_types:
         order = tuple(types.index(item.type) for item in cluster.accelerators)
     total = len(cluster)
     link = cluster.within if fast_links or cluster.between is None else cluster.between
@@ -146,7 +139,7 @@ def optimal(
 
     def held(behind: int) -> int:
         counts = (count(behind, num_stages or total, microbatches) for count in (family.inflight, family.waiting))
-        return units.as_live(*counts)
+        return units.as_inflight(*counts)
 
     problem = Problem.unlimited(
         forward=seconds.forward,
@@ -174,7 +167,7 @@ def optimal(
     )
     stages = first = _assign(cluster, types, solve(problem, explained=False))
     times = 1
-    for _ in range(_CLOSER_LOOKS):
+    for _ in range(tuning.memory_retries):
         lacking = _lacking(chain, stages, family, microbatches, hardware)
         if not any(lacking.values()):
             return stages
@@ -201,11 +194,11 @@ def _lacking(
     behind, lacking = ranks, dict.fromkeys(chain.types, 0.0)
     for stage in stages:
         kind, count = cluster.accelerators[stage.accelerators[0]].type, len(stage.accelerators)
-        live = -(-family.inflight(behind, ranks, microbatches) // count)
+        inflight = -(-family.inflight(behind, ranks, microbatches) // count)
         waiting = family.waiting(behind, ranks, microbatches)
         behind -= count
-        found = live_bytes(chain, stage, hardware)
-        lacking[kind] = max(lacking[kind], live * found.each + waiting * found.delayed - found.room)
+        found = inflight_bytes(chain, stage, hardware)
+        lacking[kind] = max(lacking[kind], inflight * found.each + waiting * found.delayed - found.room)
     return lacking
 
 
@@ -268,7 +261,7 @@ def _assign(cluster: Cluster, types: Sequence[str], solution: Solution) -> list[
     return choices
 
 
-def straight_stages(cuts: Sequence[int], accelerators: Sequence[int]) -> list[StageChoice]:
+def unreplicated_stages(cuts: Sequence[int], accelerators: Sequence[int]) -> list[StageChoice]:
     """Stages from last units, one accelerator each."""
     return [
         StageChoice(first=first, last=last, accelerators=(index,))
@@ -294,12 +287,17 @@ def require_layers(chain: Chain, stages: int) -> None:
 
 
 def build(
-    chain: Chain, stages: Sequence[StageChoice], family: Family, microbatches: int, hardware: Hardware
+    chain: Chain,
+    stages: Sequence[StageChoice],
+    family: Family,
+    microbatches: int,
+    hardware: Hardware,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Candidate:
     """The candidate that runs these stages under the family's schedule.
 
     1f1b takes the K that is asked for; else it and zb the least with which no transfer delays them, less where
-    memory does not allow so many; zb then puts weight gradients off as long as memory allows.
+    memory does not allow so many; zb then defers weight gradients as long as memory allows.
     """
     counts = [len(stage.accelerators) for stage in stages]
     caps: list[int] | None = None
@@ -312,8 +310,9 @@ def build(
         )
     if family.schedule == "zb":
         assert caps is not None
-        delays = weight_delays(chain, stages, caps, hardware)
-    schedule = _schedule(family, counts, microbatches, caps, delays)
+        delays = weight_delays(chain, stages, caps, hardware, tuning)
+    kept = len(stages) * microbatches <= tuning.kept_schedule_size
+    schedule = _schedule(family, counts, microbatches, caps, delays, kept=kept)
     shape = f"{len(stages)} stages" if max(counts) == 1 else "stages " + "-".join(map(str, counts))
     again = sum(stage.recompute for stage in stages)
     label = f"{family.label}, {shape}"
@@ -323,13 +322,18 @@ def build(
 
 
 def _schedule(
-    family: Family, counts: list[int], microbatches: int, caps: list[int] | None, delays: list[int] | None
+    family: Family,
+    counts: list[int],
+    microbatches: int,
+    caps: list[int] | None,
+    delays: list[int] | None,
+    *,
+    kept: bool,
 ) -> Schedule:
     if caps is None and family.schedule in ("1f1b-sno", "1f1b-so", "1f1b-as", "gpipe"):
         caps = [family.inflight(behind, sum(counts), microbatches) for behind in ranks_behind(counts)]
     own = None if caps is None or family.schedule == "fbp-as" else tuple(caps)
-    few = len(counts) * microbatches <= _KEPT_FORWARDS
-    return (_make_schedule if few else _make_schedule.__wrapped__)(
+    return (_make_schedule if kept else _make_schedule.__wrapped__)(
         family.schedule, tuple(counts), microbatches, own, None if delays is None else tuple(delays)
     )
 

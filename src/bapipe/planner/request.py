@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 STRATEGIES = ("exact", "bapipe", "uniform", "parameters", "time", "pipedream", "gpipe", "dp")
-"""how stages are cut: the optimum, the paper's steps, or a rival's rule; gpipe and dp also fix the schedule"""
+"""how stages are cut: the optimum, the paper's steps, or a baseline's rule; gpipe and dp also fix the schedule"""
 SCHEDULE_NAMES = (
     "1f1b-sno",
     "1f1b-so",
@@ -42,17 +42,17 @@ class Request:
     """What may be forced; None leaves it to the search."""
 
     minibatch: int | None = None
-    """samples of one update, all accelerators together"""
+    """samples of one optimizer step, all accelerators together"""
     microbatch: int | None = None
     schedule: str | None = None
     cap: int | None = None
-    """K, the micro-batches live at the first stage; later ones hold fewer, as `declining_caps` has it. The
+    """K, the in-flight micro-batches at the first stage; later ones hold fewer, as `declining_caps` has it. The
     schedule is then 1f1b, which alone has a K to choose"""
     stages: int | None = None
-    """a straight pipeline of so many unreplicated stages"""
+    """a pipeline of so many stages without replicas"""
     strategy: str = "exact"
     space: Literal["full", "paper"] = "full"
-    """paper: N straight stages without recomputation, or data parallelism without accumulation"""
+    """paper: N stages without replicas and recomputation, or data parallelism without accumulation"""
     optimizer: str = "sgd"
     split_layers: bool = False
     """whether the exact strategy may split a layer between two stages"""
@@ -127,13 +127,14 @@ def default_minibatch(profile: Profile, cluster: Cluster, microbatch: int | None
 
 
 def microbatch_sizes(profile: Profile, cluster: Cluster, request: Request, minibatch: int) -> list[int]:
-    """Micro-batch sizes to try: profiled ones and powers of two between them that divide the mini-batch."""
+    """Micro-batch sizes to try: profiled ones and powers of two between them that divide the global batch."""
     low, high, sizes = profiled_range(profile, cluster)
     if request.microbatch is not None:
         profile.at(cluster.accelerators[0].type, request.microbatch)
         if minibatch % request.microbatch:
             raise BaPipeError(
-                f"a mini-batch of {minibatch} is no multiple of a micro-batch of {request.microbatch}; change one"
+                f"a global batch of {minibatch} is no multiple of a micro-batch of {request.microbatch}; "
+                "change one"
             )
         return [request.microbatch]
     powers = [2**exponent for exponent in range(31) if low <= 2**exponent <= high]
@@ -142,7 +143,7 @@ def microbatch_sizes(profile: Profile, cluster: Cluster, request: Request, minib
         fitting = [size for size in range(low, min(high, minibatch) + 1) if minibatch % size == 0]
     if not fitting:
         raise BaPipeError(
-            f"no profiled micro-batch of {low} to {high} divides a mini-batch of {minibatch}; "
+            f"no profiled micro-batch of {low} to {high} divides a global batch of {minibatch}; "
             f"choose a multiple of {low}, such as {max(1, round(minibatch / low)) * low}"
         )
     return fitting

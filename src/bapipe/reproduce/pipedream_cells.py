@@ -46,7 +46,7 @@ def pipedream_stages(
         transfer=(chain.boundary_forward[:-1] / rate).tolist(),
         synchronise=(chain.weight_bytes / rate).tolist(),
         machines=len(hardware.cluster),
-        straight=straight,
+        unreplicated=straight,
         counting=counting,
     )
     edges, first_of = [0, *plan.cuts, len(chain)], [0, *itertools.accumulate(plan.replicas)]

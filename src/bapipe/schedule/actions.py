@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
     A = 5
     """all-reduce of the stage's gradients among its replicas"""
     U = 6
-    """update of the stage's weights"""
+    """optimizer step of the stage's weights"""
 
 
 _ACTION = re.compile(r"(\d{1,7})([FBIWR])(\d{1,9})|(\d{1,7})([AU])")
@@ -59,7 +59,7 @@ class Action:
     """the (virtual) stage, from 0"""
     kind: Kind
     microbatch: int | None = None
-    """the micro-batch, from 0; None for A and U, which concern the whole mini-batch"""
+    """the micro-batch, from 0; None for A and U, which concern the whole global batch"""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.name}{'' if self.microbatch is None else self.microbatch}"
@@ -119,7 +119,7 @@ class Lane:
 
 @dataclass(frozen=True, eq=True, kw_only=True)
 class Schedule:
-    """Every rank's ordered actions for one mini-batch, and what they assume of the hardware."""
+    """Every rank's ordered actions for one global batch, and what they assume of the hardware."""
 
     name: str
     num_stages: int
@@ -129,7 +129,7 @@ class Schedule:
     """for each stage the ranks of its replicas; micro-batch m runs on replica m mod r"""
     lanes: tuple[Lane, ...]
     caps: tuple[int, ...] | None = None
-    """K_i: at most so many micro-batches live at stage i, all replicas together; None: unlimited"""
+    """K_i: at most so many in-flight micro-batches at stage i, all replicas together; None: unlimited"""
     sending: Sending = "after-compute"
     """when a transfer may start: after the compute that makes it (GPU), or with it (FPGA, cut-through)"""
     concurrency: Concurrency = "none"
@@ -155,7 +155,7 @@ class Schedule:
         return ranks[microbatch % len(ranks)]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The (virtual) stages that live on this rank."""
+        """The (virtual) stages that are on this rank."""
         return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
 
     def parted_stages(self) -> frozenset[int]:

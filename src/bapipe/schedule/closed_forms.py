@@ -102,7 +102,7 @@ def _capped(schedule: Schedule, N: int, M: int, F: float, B: float, SR: float) -
 
 
 def paper_table_row(name: str, N: int, M: int, F: float, B: float, SR: float) -> dict[str, object]:
-    """The row of Table I or II for one schedule, as printed (features without the min with M)."""
+    """The row of Table I or II for one schedule, as printed (saved activations without the min with M)."""
     doubled = name in ("fbp-as", "1f1b-so")
     if name in ("1f1b-as", "fbp-as"):
         time = (M + N - 1) * (F + B)

@@ -1,6 +1,6 @@
 """The orders BaPipe knows: from N stages and M micro-batches to a Schedule.
 
-Every synchronous-update 1F1B variant is one order with a cap K_i on the micro-batches live at stage i:
+Every synchronous 1F1B variant is one order with a cap K_i on the in-flight micro-batches at stage i:
 `F × min(M, K_i − 1)`, then F and B in turn, then the remaining B. For N = 3, M = 4:
 
     1f1b-sno  K = 3, 2, 1            1f1b-so  K = 6, 4, 2 (here cut to M = 4)
@@ -72,7 +72,7 @@ def capped(
     replicas: Sequence[int] | None = None,
     sending: Sending = "after-compute",
 ) -> Schedule:
-    """1F1B with at most caps[i] micro-batches live at stage i.
+    """1F1B with at most caps[i] in-flight micro-batches at stage i.
 
     With r replicas, micro-batch m of a stage runs whole on replica m mod r, and each holds at most ⌈K_i/r⌉.
     """
@@ -106,25 +106,25 @@ def capped(
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards: K_i = M."""
-    return _straight("gpipe", num_stages, num_microbatches)
+    return _one_per_rank("gpipe", num_stages, num_microbatches)
 
 
 def one_f_one_b_sno(num_stages: int, num_microbatches: int) -> Schedule:
     """The paper's 1F1B-SNO, K_i = N−i+1 (Table II): least memory, communication exposed."""
-    return _straight("1f1b-sno", num_stages, num_microbatches)
+    return _one_per_rank("1f1b-sno", num_stages, num_microbatches)
 
 
 def one_f_one_b_so(num_stages: int, num_microbatches: int) -> Schedule:
-    """The paper's 1F1B-SO, K_i = 2(N−i+1) (Table II): communication overlapped, twice the features."""
-    return _straight("1f1b-so", num_stages, num_microbatches)
+    """The paper's 1F1B-SO, K_i = 2(N−i+1) (Table II): communication overlapped, twice the activations."""
+    return _one_per_rank("1f1b-so", num_stages, num_microbatches)
 
 
 def one_f_one_b_as(num_stages: int, num_microbatches: int) -> Schedule:
     """The paper's 1F1B-AS, K_i = N−i+1 on cut-through links (Table I)."""
-    return _straight("1f1b-as", num_stages, num_microbatches, sending="cut-through")
+    return _one_per_rank("1f1b-as", num_stages, num_microbatches, sending="cut-through")
 
 
-def _straight(
+def _one_per_rank(
     name: str, num_stages: int, num_microbatches: int, *, sending: Sending = "after-compute"
 ) -> Schedule:
     """A capped order whose K the schedule's name settles (`bapipe.schedule.inflight`)."""
@@ -166,11 +166,11 @@ def fbp_as(num_stages: int, num_microbatches: int, *, slots: str = "table") -> S
 
 
 def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
-    """PipeDream: 1F1B over whole mini-batches that never flushes; N−i+1 weight versions at stage i.
+    """PipeDream: 1F1B over whole batches that never flushes; N−i+1 weight versions at stage i.
 
-    Here each of the M entries is a mini-batch with an update of its own.
+    Here each of the M entries is a batch with an optimizer step of its own.
     """
-    base = _straight("pipedream", num_stages, num_microbatches)
+    base = _one_per_rank("pipedream", num_stages, num_microbatches)
     return _replace(base, weight_versions=base.caps, flushes=False)
 
 
@@ -218,7 +218,7 @@ def data_parallel(replicas: int, accumulation: int = 1) -> Schedule:
 
 
 def with_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> Schedule:
-    """Insert R before every B (or I) of the given stages (default: all): features are computed twice."""
+    """Insert R before every B (or I) of the given stages (default: all): the forward runs twice."""
     chosen = set(range(schedule.num_stages) if stages is None else stages)
     known: tuple[set[int], Schedule] | None = vars(schedule).get("_recomputing")
     if known is not None and known[0] == chosen:
@@ -242,7 +242,7 @@ def with_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> S
 
 
 def with_update(schedule: Schedule) -> Schedule:
-    """Append each stage's all-reduce A (on a lane of its own, where there are replicas) and update U.
+    """Append each stage's all-reduce A (on a lane of its own, where there are replicas) and optimizer step U.
 
     The schedule remembers what comes of it, because a schedule is often timed under many costs.
     """

@@ -15,8 +15,8 @@ import numpy as np
 __all__ = [
     "declining_caps",
     "full_overlap_caps",
+    "inflight_microbatches",
     "interleaved_warm_up",
-    "live_microbatches",
     "most_inflight",
     "never_rising",
     "ranks_behind",
@@ -59,7 +59,7 @@ def stage_caps(schedule: str, replicas: Sequence[int], microbatches: int) -> lis
     return [most_inflight(schedule, behind, microbatches) for behind in ranks_behind(replicas)]
 
 
-def live_microbatches(
+def inflight_microbatches(
     schedule: str, behind: int, microbatches: int, *, ranks: int = 0, first: int | None = None
 ) -> int:
     """K of a stage, at most M; `first`: K of the first stage of so many ranks, where that is given for 1f1b."""
@@ -71,7 +71,7 @@ def waiting_microbatches(schedule: str, behind: int, microbatches: int, *, ranks
     """Micro-batches there that only wait for their weight gradients."""
     if schedule not in _DELAYED:
         return 0
-    whole, own = (live_microbatches(schedule, d, microbatches) for d in (ranks, behind))
+    whole, own = (inflight_microbatches(schedule, d, microbatches) for d in (ranks, behind))
     return whole - own
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import IntArray, Lane, Schedule
 
-__all__ = ["one_stage_lane", "require_sizes", "straight_schedule"]
+__all__ = ["one_stage_lane", "pipeline_schedule", "require_sizes"]
 
 
 def require_sizes(num_stages: int, num_microbatches: int) -> None:
-    """Refuse a pipeline without stages or a mini-batch without micro-batches."""
+    """Refuse a pipeline without stages or a global batch without micro-batches."""
     if num_stages < 1:
         raise BaPipeError(f"a pipeline needs at least 1 stage, got {num_stages}; raise --stages")
     if num_microbatches < 1:
@@ -27,7 +27,7 @@ def one_stage_lane(rank: int, stage: int, kinds: IntArray, microbatches: IntArra
     return Lane(rank, kinds, np.full(len(kinds), stage, dtype=np.int64), microbatches, name)
 
 
-def straight_schedule(
+def pipeline_schedule(
     actions: Sequence[Sequence[tuple[int, int]]], num_microbatches: int, *, name: str, caps: Sequence[int]
 ) -> Schedule:
     """One stage per rank, with its actions in order: kind and micro-batch."""

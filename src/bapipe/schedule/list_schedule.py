@@ -1,7 +1,7 @@
 """A zero-bubble order made for given times: whatever is ready runs, and W fills the gaps that are long enough.
 
 The fixed patterns of `bapipe.schedule.zero_bubble` put every W so many micro-batches behind its I. Where stages
-differ, in their times or in how much of their backward is W, a W is better put off until the stage would wait:
+differ, in their times or in how much of their backward is W, a W is better deferred until the stage would wait:
 
     0  F0 F1 F2 F3 F4 F5 I0 I1 W0 I2 W1 …      a first stage has no error to send, and its W can wait longest
     1     F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 …      a stage without W has nothing to fill gaps with
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.schedule.actions import Kind, Schedule
-from bapipe.schedule.lane_builders import require_sizes, straight_schedule
+from bapipe.schedule.lane_builders import pipeline_schedule, require_sizes
 
 __all__ = ["Preference", "StageTimes", "timed_order"]
 
@@ -38,14 +38,14 @@ class StageTimes:
     """seconds to the stage before; of the first one not used"""
     cap: int
     """micro-batches that may wait for their I"""
-    live: float = 0.0
+    inflight: float = 0.0
     """bytes of each of them"""
     delayed: float = 0.0
     """bytes of each that waits for its W"""
     room: float = float("inf")
     """bytes for all of them"""
     tail: float = 0.0
-    """seconds from its last action until it is ready for the next mini-batch"""
+    """seconds from its last action until it is ready for the next global batch"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def timed_order(
         line.actions.append((kind, number))
         options[index] = line.option()
     actions, held = [line.actions for line in lines], [line.most_held() for line in lines]
-    schedule = straight_schedule(actions, num_microbatches, name="zb", caps=held)
+    schedule = pipeline_schedule(actions, num_microbatches, name="zb", caps=held)
     return schedule, max(line.free + line.times.tail for line in lines)
 
 
@@ -136,15 +136,20 @@ class _Line:
     def option(self) -> tuple[float, int]:
         """When it would begin what next, by what is known; never, where all is done or nothing known to come."""
         times, now = self.times, self.free
-        live, waiting = self.forwards - self.inputs, self.inputs - self.weights
+        inflight, waiting = self.forwards - self.inputs, self.inputs - self.weights
         ahead = back = _NEVER
-        if self.forwards < self.count and live < times.cap:
-            after = max((live + 1) * times.live + waiting * times.delayed, live * times.live + times.delayed)
-            if after <= times.room or not (live or waiting):
+        if self.forwards < self.count and inflight < times.cap:
+            after = max(
+                (inflight + 1) * times.inflight + waiting * times.delayed,
+                inflight * times.inflight + times.delayed,
+            )
+            if after <= times.room or not (inflight or waiting):
                 ahead = max(now, self.forward_at[self.forwards])
             elif waiting and self.forward_at[self.forwards] <= now:
                 return now, _W  # which is what the forward lacks room for
-        if live and (not waiting or (live - 1) * times.live + (waiting + 1) * times.delayed <= times.room):
+        if inflight and (
+            not waiting or (inflight - 1) * times.inflight + (waiting + 1) * times.delayed <= times.room
+        ):
             back = max(now, self.backward_at[self.inputs])
         first = min(ahead, back)
         if waiting and first > now:

@@ -1,4 +1,4 @@
-"""Replicas of whole pipelines: several side by side, whose stages sum their gradients.
+"""Replicas of whole pipelines (PP × DP), whose stages sum their gradients.
 
 two of 2 stages, M = 4      stage 0: ranks 0 and 1, stage 1: ranks 2 and 3
 0  F0 F2 …                  the first has the even micro-batches,
@@ -15,23 +15,25 @@ import numpy as np
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Lane, Schedule
 
-__all__ = ["replicated", "side_by_side"]
+__all__ = ["replicated", "replicated_pipelines"]
 
 
-def side_by_side(pipelines: Sequence[Schedule]) -> Schedule:
-    """As many replicas of a straight pipeline, each on ranks of its own; micro-batches are dealt to them in turn.
+def replicated_pipelines(pipelines: Sequence[Schedule]) -> Schedule:
+    """As many replicas of a pipeline, each on ranks of its own; micro-batches are dealt to them in turn.
 
     The first ones have a micro-batch more where these do not go round. Stage i is on the ranks i·r to i·r + r − 1.
     """
     first, count = pipelines[0], len(pipelines)
     if any(len(ranks) > 1 for ranks in first.placement) or first.num_ranks < first.num_stages:
-        raise BaPipeError(f"only straight pipelines go side by side, and {first.name} has another shape")
+        raise BaPipeError(
+            f"only pipelines of one stage per rank are replicated, and {first.name} has another shape"
+        )
     total = sum(item.num_microbatches for item in pipelines)
     dealt = [len(range(replica, total, count)) for replica in range(count)]
     if [item.num_microbatches for item in pipelines] != dealt or any(
         (item.name, item.placement) != (first.name, first.placement) for item in pipelines
     ):
-        raise BaPipeError("pipelines side by side are of one name and shape, with micro-batches dealt in turn")
+        raise BaPipeError("replicas of a pipeline are of one name and shape, with micro-batches dealt in turn")
     lanes = [
         Lane(
             lane.rank * count + replica,
@@ -56,7 +58,7 @@ def side_by_side(pipelines: Sequence[Schedule]) -> Schedule:
 def replicated(
     name: str, order: Callable[[int], Schedule], num_microbatches: int, replicas: Sequence[int] | None
 ) -> Schedule:
-    """Zero-bubble orders of so many micro-batches, side by side where stages are replicated, all alike."""
+    """Zero-bubble orders of so many micro-batches, in replicas of the pipeline where there are any."""
     count = max(replicas or (1,))
     if count == 1:
         return order(num_microbatches)
@@ -66,4 +68,4 @@ def replicated(
         raise BaPipeError(
             f"{count} replicas need as many micro-batches, got {num_microbatches}; raise --micro-batches"
         )
-    return side_by_side([order(len(range(replica, num_microbatches, count))) for replica in range(count)])
+    return replicated_pipelines([order(len(range(replica, num_microbatches, count))) for replica in range(count)])

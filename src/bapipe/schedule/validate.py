@@ -105,7 +105,7 @@ def _check_actions(schedule: Schedule) -> list[ScheduleProblem]:
 
 
 def _key(action: Action, rank: int) -> tuple[int, Kind, int]:
-    """What must be unique: a micro-batch's action anywhere, a mini-batch's A or U on its rank."""
+    """What must be unique: a micro-batch's action anywhere, a global batch's A or U on its rank."""
     return (action.stage, action.kind, rank if action.microbatch is None else action.microbatch)
 
 
@@ -143,7 +143,7 @@ def _needed_before(
 
 
 def _too_late_for(action: Action, rank: int, seen: dict[tuple[int, Kind, int], int]) -> Action | None:
-    """What must stand behind this action and was there already: the update, and for R its backward."""
+    """What must stand behind this action and was there already: the optimizer step, and for R its backward."""
     if action.microbatch is None:
         return None
     if (action.stage, Kind.U, rank) in seen:
@@ -175,22 +175,22 @@ def _check_caps(schedule: Schedule) -> list[ScheduleProblem]:
     problems = []
     for index, lane in enumerate(schedule.lanes):
         split = bool((lane.kinds == Kind.W).any())
-        live: dict[int, int] = defaultdict(int)
+        inflight: dict[int, int] = defaultdict(int)
         for position, action in enumerate(lane):
             if action.kind == Kind.F:
-                live[action.stage] += 1
+                inflight[action.stage] += 1
                 cap = -(-schedule.caps[action.stage] // len(schedule.placement[action.stage]))
-                if live[action.stage] > cap:
+                if inflight[action.stage] > cap:
                     message = (
-                        f"rank {lane.rank}: {action} makes {live[action.stage]} micro-batches live at stage "
-                        f"{action.stage}, over its cap of {cap}; run a backward first or raise the cap"
+                        f"rank {lane.rank}: {action} makes {inflight[action.stage]} in-flight micro-batches at "
+                        f"stage {action.stage}, over its cap of {cap}; run a backward first or raise the cap"
                     )
                     problems.append(
                         ScheduleProblem(rank=lane.rank, lane=index, position=position, message=message)
                     )
                     break
             elif action.kind == (Kind.W if split else Kind.B):
-                live[action.stage] -= 1
+                inflight[action.stage] -= 1
     return problems
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.inflight import stage_caps, weight_gradient_delays
-from bapipe.schedule.lane_builders import require_sizes, straight_schedule
+from bapipe.schedule.lane_builders import pipeline_schedule, require_sizes
 
 __all__ = ["zb_h1", "zb_h2", "zero_bubble"]
 
@@ -53,7 +53,7 @@ def zero_bubble(
         rows.extend((Kind.W, m) for m in range(max(0, M - delay), M))
         actions.append(rows)
     held = [cap + delay for cap, delay in zip(caps, behind, strict=True)]
-    return straight_schedule(actions, M, name=name, caps=held)
+    return pipeline_schedule(actions, M, name=name, caps=held)
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:

@@ -35,7 +35,7 @@ class Costs:
     weight_gradient: tuple[float, ...]
     recompute: tuple[float, ...]
     all_reduce: tuple[float, ...]
-    """seconds per mini-batch, one per stage"""
+    """seconds per global batch, one per stage"""
     update: tuple[float, ...]
 
     @classmethod

@@ -21,10 +21,10 @@ class Summary:
     stages: int
     microbatches: int
     time: float
-    """one mini-batch; for a pipeline that never flushes, M steady periods"""
+    """one global batch; for a pipeline that never flushes, M steady periods"""
     bubble: float
     peak_features: list[float]
-    """micro-batches live at once, per accelerator (of its whole share where it holds several stages)"""
+    """in-flight micro-batches at most, per accelerator (of its whole share where it holds several stages)"""
     bandwidth_demand: float
     """in boundaries' bytes per unit of time"""
     weights_memory: list[float]

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 _COMPUTES = np.isin(range(len(Kind)), [int(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)])
 _GROWS = np.isin(range(len(Kind)), [int(Kind.F), int(Kind.R)])
-"""by kind of action: whether it computes, and whether it adds features, when it starts"""
+"""by kind of action: whether it computes, and whether it adds activations, when it starts"""
 
 
 def _no_ints() -> Ints:
@@ -46,7 +46,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """Every action with its rank, lane, start and end, in seconds from the start of the mini-batch."""
+    """Every action with its rank, lane, start and end, in seconds from the start of the global batch."""
 
     num_ranks: int
     num_stages: int
@@ -63,11 +63,11 @@ class Timeline:
     """time the action needs with its rank to itself; less than end − start where lanes share a rank"""
     transfers: Transfers
     period: float | None = None
-    """steady time per mini-batch of a pipeline that never flushes; None for one that does"""
+    """steady time per global batch of a pipeline that never flushes; None for one that does"""
 
     @property
     def makespan(self) -> float:
-        """From the start of the mini-batch to the end of its last action."""
+        """From the start of the global batch to the end of its last action."""
         return float(self.end.max()) if len(self.end) else 0.0
 
     @property
@@ -159,11 +159,11 @@ class Timeline:
         return max(_running_peak(times, np.concatenate([rate, -rate]), ranks, self.num_ranks))
 
     def peak_live(self) -> list[int]:
-        """Most micro-batches live at each stage at once, all replicas together (F start to B or W end)."""
+        """Most in-flight micro-batches at each stage, all replicas together (F start to B or W end)."""
         return [int(peak) for peak in self._peaks(np.ones(self.num_stages))]
 
     def peak_features(self) -> list[float]:
-        """Most features live on each rank, in micro-batches of the rank's whole share of the model."""
+        """Most saved activations on each rank, in micro-batches of the rank's whole share of the model."""
         shares = np.zeros(self.num_ranks)
         pairs = {(int(rank), int(stage)) for rank, stage in zip(self.ranks, self.stages, strict=True)}
         for rank, _ in pairs:
@@ -174,10 +174,10 @@ class Timeline:
     def peak_bytes_by_rank(
         self, stash: list[float], kept: list[float] | None = None, delayed: list[float] | None = None
     ) -> list[float]:
-        """Most bytes of features live on each rank, given each stage's stash per micro-batch.
+        """Most bytes of saved activations on each rank, given those of each stage per micro-batch.
 
         A stage that recomputes holds only `kept` (its input) between F and R, and one that does its backward in
-        two parts `delayed` between I and W, by default its stash.
+        two parts `delayed` between I and W, by default `stash`.
         """
         times, steps, _, ranks = self._steps(np.asarray(stash, float), kept, delayed)
         return _running_peak(times, steps, ranks, self.num_ranks)
@@ -185,18 +185,18 @@ class Timeline:
     def bytes_over_time(
         self, stash: list[float], kept: list[float] | None = None, delayed: list[float] | None = None
     ) -> list[tuple[Floats, Floats]]:
-        """Each rank's (times, bytes): bytes of features live from then on; `peak_bytes_by_rank` is their peak."""
+        """Each rank's (times, bytes): saved activations from then on; `peak_bytes_by_rank` is their peak."""
         times, steps, _, ranks = self._steps(np.asarray(stash, float), kept, delayed)
         order = np.lexsort((steps, times, ranks))
         edges = np.searchsorted(ranks[order], np.arange(self.num_ranks + 1))
         own = [order[low:high] for low, high in pairwise(edges)]
         return [(times[part], np.cumsum(steps[part])) for part in own]
 
-    def feature_changes(
+    def activation_changes(
         self, stash: Floats, kept: Sequence[float] | None = None, delayed: Sequence[float] | None = None
     ) -> Floats:
-        """By kind of action and stage, bytes of features that F and R add when they start, and that others let go
-        when they end; the arguments are those of `peak_bytes_by_rank`."""
+        """By kind of action and stage, bytes of saved activations that F and R add when they start, and that
+        others let go when they end; the arguments are those of `peak_bytes_by_rank`."""
         # Plain numbers, because numpy takes several times longer to compare with a member of an enum.
         forward, again, first, second, whole = (int(kind) for kind in (Kind.F, Kind.R, Kind.I, Kind.W, Kind.B))
         waiting = stash if delayed is None else np.asarray(delayed, float)
@@ -226,8 +226,8 @@ class Timeline:
     def _steps(
         self, stash: Floats, kept: list[float] | None, delayed: list[float] | None
     ) -> tuple[Floats, Floats, Ints, Ints]:
-        """Every growth and release of live features: times, byte steps, stages and ranks."""
-        change = self.feature_changes(stash, kept, delayed)
+        """Every growth and release of saved activations: times, byte steps, stages and ranks."""
+        change = self.activation_changes(stash, kept, delayed)
         # In the order of lanes, which is nearly always that of time.
         own = np.flatnonzero(_COMPUTES[self.kinds])
         kinds, stages = self.kinds[own], self.stages[own]

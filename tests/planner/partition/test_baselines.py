@@ -71,7 +71,9 @@ def test_block_partitions_need_a_layer_per_stage() -> None:
 def test_straight_pipedream_finds_the_least_bottleneck(seed: int) -> None:
     rng = np.random.default_rng(seed)
     times, transfer = rng.uniform(1, 5, 12), rng.uniform(0, 4, 11)
-    plan = pipedream(times.tolist(), transfer=transfer.tolist(), synchronise=[0.0] * 12, machines=4, straight=True)
+    plan = pipedream(
+        times.tolist(), transfer=transfer.tolist(), synchronise=[0.0] * 12, machines=4, unreplicated=True
+    )
     problem = Problem.unlimited(
         forward=times,
         backward=np.zeros(12),
@@ -130,6 +132,6 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(BaPipeError, match="layers must be at least 1, got 0"):
         by_parameters([], 2)
     with pytest.raises(BaPipeError, match="4 stages need at least 4 layers, got 2; lower machines"):
-        pipedream([1.0, 2.0], transfer=[0.0], synchronise=[0.0, 0.0], machines=4, straight=True)
+        pipedream([1.0, 2.0], transfer=[0.0], synchronise=[0.0, 0.0], machines=4, unreplicated=True)
     with pytest.raises(BaPipeError, match="must have 1 and 2 entries, got 2 and 2"):
         pipedream([1.0, 2.0], transfer=[0.0, 0.0], synchronise=[0.0, 0.0], machines=1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bapipe.planner.partition.paper.straight_cuts import Cuts, hill_climb, starts
+from bapipe.planner.partition.paper.stage_cuts import Cuts, hill_climb, starts
 
 
 def plain_climb(cuts: Cuts, score: Callable[[Cuts], tuple[float, ...]], places: list[int]) -> Cuts:

@@ -11,7 +11,7 @@ from bapipe.planner.partition.paper.coarse_grained import coarse_grained, commun
 from bapipe.planner.partition.paper.inter_layer import ideal_time, inter_layer
 from bapipe.planner.partition.paper.intra_layer import intra_layer
 from bapipe.planner.partition.paper.memory_tuning import fit_memory
-from bapipe.planner.partition.paper.straight_cuts import prefix_work, stage_times
+from bapipe.planner.partition.paper.stage_cuts import prefix_work, stage_times
 from made_profiles import made_profile
 
 

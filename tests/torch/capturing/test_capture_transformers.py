@@ -72,6 +72,29 @@ def test_a_cache_is_left_out_of_the_output() -> None:
     assert "left out of the output: DynamicCache" in captured.notes
 
 
+def test_constants_through_kwargs_leave_the_batch_free() -> None:
+    """`return_dict` is no parameter of Llama's forward: it arrives through **kwargs."""
+    module, args, kwargs = transformers_models.MODELS["llama"]()
+    captured = capture(module.train(), args, {**kwargs, "return_dict": True, "use_cache": False})
+    assert captured.dynamic
+    assert captured.notes == ()
+
+
+def test_what_branches_on_a_number_read_from_a_tensor_is_kept_whole() -> None:
+    """Longformer's encoder asks a tensor whether any attention is global, and hands the answer to its layers."""
+    config = hf.LongformerConfig(
+        **{**transformers_models.SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        attention_window=4,
+        max_position_embeddings=40,
+    )
+    module, args, kwargs = transformers_models.language(hf.LongformerForMaskedLM, config)
+    captured = capture(module.double().train(), args, kwargs)
+    assert [(item.path, item.reason) for item in captured.opaque] == [
+        ("longformer.encoder", "a number read from a tensor decides what is computed")
+    ]
+    assert captured.checked <= 1e-12
+
+
 def test_gradient_checkpointing_is_kept_in_whole_blocks() -> None:
     module, args, kwargs = transformers_models.MODELS["llama"]()
     module.double().train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 from dataclasses import replace
 
 import pytest
@@ -62,8 +61,6 @@ def test_stale_updates_are_those_worked_out_by_hand(lags: tuple[int, int]) -> No
         args=(torch.zeros(1, 1, dtype=torch.float64),),
         kwargs={},
         loss=half_square,
-        options={},
-        source=types.ModuleType("by_hand"),
     )
     inputs = torch.tensor(values, dtype=torch.float64).reshape(2, 3, 1)
     batches = [(part, torch.full((3, 1), target, dtype=torch.float64)) for part in inputs]

@@ -12,8 +12,8 @@ from bapipe.cli.profile import cluster_group, merge_command, profile_command, sl
 from bapipe.costs.profile import read_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster_file import read_cluster
+from bapipe.models.model_spec import parse_arguments
 from bapipe.torch import slices
-from bapipe.torch.profiler.background_load import parse_args
 from bapipe.torch.profiler.detect_machine import Machine, cluster_text, usable_memory
 from bapipe.torch.profiler.environment import accelerator_name
 from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample, collective_bandwidth, fit, links_of
@@ -152,10 +152,10 @@ def test_slices_need_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_arguments_become_what_they_look_like() -> None:
-    found = parse_args(["layers=24", "rate=0.5", "tied=false", "name=a=b"])
+    found = parse_arguments(["layers=24", "rate=0.5", "tied=false", "name=a=b"])
     assert found == {"layers": 24, "rate": 0.5, "tied": False, "name": "a=b"}
     with pytest.raises(BaPipeError, match="looks like key=value, got 'layers'"):
-        parse_args(["layers"])
+        parse_arguments(["layers"])
 
 
 def test_the_commands_write_and_merge_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_the_commands_write_and_merge_profiles(tmp_path: Path, monkeypatch: pyte
     merged = read_profile(both)
     assert set(merged.accelerators) == {"one", "two"}
     assert merged.model.args == {"width": 16}
-    assert (tmp_path / "details.json").read_text().startswith('{\n "schema": "bapipe.measurement/2"')
+    assert (tmp_path / "details.json").read_text().startswith('{\n "schema": "bapipe.measurement/3"')
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_mistakes_are_one_clear_line(tmp_path: Path, changes: dict[str, object],
             "measured_models:broken",
             r"called with \(\) failed: ValueError: no such size 1; correct it or the --arg",
         ),
-        ("measured_models:wrong", r"must return \(module, args, kwargs\), got Linear"),
+        ("measured_models:wrong", r"returns a module without an example of its inputs; return \(module, args\)"),
     ],
 )
 def test_models_that_are_not_there_or_raise(tmp_path: Path, model: str, message: str) -> None:

@@ -69,3 +69,17 @@ def test_small_layers_join_their_neighbours() -> None:
     assert ahead == pytest.approx((1.0, 0.5, 0.5, 0.999, 0.001), abs=1e-4)
     assert back[1:3] == pytest.approx((0.25, 0.75))
     assert find_units(forward[1:3], backward[1:3], reading(1.0), reading(1.0))[0] == ((0, 1),)
+
+
+def test_layers_without_an_input_gradient_are_not_joined_with_others() -> None:
+    """Of an embedding and the layer after it together no input gradient could be timed."""
+    times = [reading(2e-6)] * 5
+    flags = [False, False, True, True, True]
+    assert find_units(times, times, reading(1e-6), reading(1e-6))[0] == ((0, 1), (2, 4))
+    assert find_units(times, times, reading(1e-6), reading(1e-6), flags)[0] == ((0, 1), (2, 4))
+    assert find_units(times, times, reading(1e-6), reading(1e-6), [False, *[True] * 4])[0] == (
+        (0, 0),
+        (1, 2),
+        (3, 4),
+    )
+    assert find_units(times[:2], times[:2], reading(1.0), reading(1.0), [False, True])[0] == ((0, 0), (1, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import pytest
@@ -57,14 +56,12 @@ def _built(*, own_loss: bool = False, dtype: Any = torch.float64, **options: Any
         args=(x.to(dtype),),
         kwargs={"target": target} if own_loss else {},
         loss=None if own_loss else _mean,
-        options={},
-        source=types.ModuleType("tokens"),
     )
 
 
 def _batches(built: BuiltModel) -> list[tuple[Any, Any]]:
     made = [_batch(seed) for seed in range(3)]
-    return [built.as_call(x.to(built.args[0].dtype), target) for x, target in made]
+    return [built.as_call((x.to(built.args[0].dtype), target)) for x, target in made]
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def pipedream(
     transfer: Sequence[float],
     synchronise: Sequence[float],
     machines: int,
-    straight: bool = False,
+    unreplicated: bool = False,
     counting: Literal["published", "released"] = "published",
 ) -> PipeDreamPlan:
     """Cut, and replicate stages, by PipeDream's dynamic programme (SOSP 2019, section 3.1, one level).
@@ -167,8 +167,8 @@ def pipedream(
     On layers 0..j−1 and m machines, A(j, m) = min over k, m' of max( A(k, m − m'), 2·transfer[k−1], T(k, j, m') ),
     with T(i, j, m) = max( Σ times, 2·(m − 1)·Σ synchronise ) / m; A(j, m) starts from T(0, j, m). `transfer` is
     a/B, one crossing of the cut after each layer, and `synchronise` |w|/B per layer, in seconds. All machines are
-    used; `straight` allows one per stage. No memory, no fill and drain of the pipeline, machines all alike. Plain
-    loops as published: O(L²·N) straight, O(L²·N²) with replicas.
+    used; `unreplicated` allows one per stage. No memory, no fill and drain of the pipeline, machines all alike.
+    Plain loops as published: O(L²·N) without replicas, O(L²·N²) with them.
 
     `counting="released"` counts as the optimizer that its authors released does (msr-fiddle/pipedream,
     optimizer_graph_hierarchical.py): T(i, j, m) = ( Σ times + 4·(m − 1)/m·Σ synchronise ) / m, and a cut costs
@@ -181,7 +181,7 @@ def pipedream(
             f"transfer and synchronise must have {layers - 1} and {layers} entries, got {len(transfer)} and "
             f"{len(synchronise)}; match them to times"
         )
-    if straight and machines > layers:
+    if unreplicated and machines > layers:
         raise BaPipeError(f"{machines} stages need at least {machines} layers, got {layers}; lower machines")
     work = [0.0, *accumulate(times)]
     gradients = [0.0, *accumulate(synchronise)]
@@ -197,11 +197,11 @@ def pipedream(
     for m in range(1, machines + 1):
         for stop in range(1, layers + 1):
             choice = (math.inf, 0, 0)
-            if m == 1 or not straight:
+            if m == 1 or not unreplicated:
                 choice = (stage_time(0, stop, m), 0, m)
             for start in range(1, stop):
                 earlier = best[start]
-                for count in range(1, 2 if straight else m):
+                for count in range(1, 2 if unreplicated else m):
                     before = earlier[m - count][0]
                     if before >= choice[0]:
                         continue

@@ -43,15 +43,19 @@ def make_subject(
     record: RunRecord | None = None,
     profile: Profile | None = None,
     steps: tuple[Step, ...] = (),
+    predicted: Timeline | None = None,
 ) -> Subject:
-    """Work out what a report shows: simulates the plan once, and sets the run against it.
+    """Work out what a report shows: simulates the plan unless it is `predicted`, and sets the run against it.
 
     The run must be of this plan and the profile the one that it was planned with; another is refused.
     """
     if profile is not None:
         require_profile_of(plan, profile)
     comparison = None if record is None else compare(plan, record)
-    predicted = plan_timeline(plan) if comparison is None else comparison.predicted
+    if comparison is not None:
+        predicted = comparison.predicted
+    elif predicted is None:
+        predicted = plan_timeline(plan)
     return Subject(
         plan=plan,
         predicted=predicted,

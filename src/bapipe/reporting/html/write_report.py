@@ -12,6 +12,7 @@ from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord
 from bapipe.reporting.drawing.png import to_png
 from bapipe.reporting.html.document import make_subject, pictures, render_report, trace_of
+from bapipe.simulator.timeline import Timeline
 from bapipe.units import format_bytes
 
 __all__ = ["write_report"]
@@ -24,16 +25,18 @@ def write_report(
     run: RunRecord | None = None,
     profile: Profile | None = None,
     steps: tuple[Step, ...] = (),
+    predicted: Timeline | None = None,
     svg_folder: str | None = None,
     png_folder: str | None = None,
     trace_file: str | None = None,
 ) -> list[str]:
     """Write a plan, and a run of it, as one HTML page that works offline; what was written, a line for each file.
 
-    A `profile` adds every layer's cost, `steps` the paper's exploration. The pictures also go to `svg_folder` as
+    A `profile` adds every layer's cost, `steps` the paper's exploration; `predicted` is the plan's
+    timeline where it is at hand, else the plan is simulated. The pictures also go to `svg_folder` as
     SVG and to `png_folder` as PNG, the timelines to `trace_file` as a Perfetto trace.
     """
-    subject = make_subject(plan, record=run, profile=profile, steps=steps)
+    subject = make_subject(plan, record=run, profile=profile, steps=steps, predicted=predicted)
     page = render_report(subject)
     write_text(out, page)
     lines = [f"wrote {out}, {format_bytes(len(page.encode()))}: open it in a browser"]

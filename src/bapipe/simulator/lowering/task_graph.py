@@ -76,7 +76,7 @@ def lane_numbers(lanes: Sequence[Lane]) -> list[int]:
 
 
 def update_waits(schedule: Schedule, kinds: Ints, stages: Ints, ranks: Ints) -> tuple[Ints, Ints]:
-    """Every replica's last gradient -> every replica's all-reduce -> that replica's update."""
+    """Every replica's last gradient -> every replica's all-reduce -> that replica's optimizer step."""
     sources, targets = [], []
     reduces = np.flatnonzero(kinds == int(Kind.A)).tolist()
     if reduces:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import linecache
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -187,7 +188,7 @@ def _export(
     with (
         generators(),
         hollowed(module),
-        _plain_outputs(module) as left_out,
+        _plain_outputs(module, examples.keywords) as left_out,
         leaves_traced_whole(module, findings, recorded),
         watching(lambda frame: whole_call(frame, lambda item: id(item) in whole)),
         _quiet(),
@@ -232,10 +233,11 @@ def _raise_randomness(self: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _plain_outputs(module: nn.Module) -> Iterator[list[str]]:
+def _plain_outputs(module: nn.Module, keywords: Sequence[str]) -> Iterator[list[str]]:
     """Make pytree nodes of the dataclasses that the module returns, and None of what can be no output (a cache).
 
-    Yields the names of the types that were left out.
+    The forward names the keyword arguments that it is called with: torch.export loses free dimensions where a
+    constant such as return_dict=True arrives through **kwargs. Yields the names of the types that were left out.
     """
     left_out: list[str] = []
     own = vars(module).get("forward")
@@ -249,6 +251,7 @@ def _plain_outputs(module: nn.Module) -> Iterator[list[str]]:
         left_out.extend(type(leaf).__name__ for leaf in leaves if not _is_plain(leaf))
         return unflatten([leaf if _is_plain(leaf) else None for leaf in leaves], spec)
 
+    run.__signature__ = _naming(inspect.signature(forward), keywords)  # type: ignore[attr-defined]
     module.forward = run
     try:
         yield left_out
@@ -257,6 +260,16 @@ def _plain_outputs(module: nn.Module) -> Iterator[list[str]]:
             del module.forward
         else:
             module.forward = own
+
+
+def _naming(signature: inspect.Signature, keywords: Sequence[str]) -> inspect.Signature:
+    """The signature with what its **kwargs is given among `keywords` as parameters of their own."""
+    own = [item for item in signature.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
+    if len(own) == len(signature.parameters):
+        return signature
+    named = {item.name for item in own}
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keywords if name not in named]
+    return signature.replace(parameters=[*own, *added])
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bapipe.torch.capturing.torch_internals import TreeSpec, flatten, is_symbolic, unflatten
-from bapipe.torch.capturing.trace_hazards import Finding, unwatched
+from bapipe.torch.capturing.torch_internals import TreeSpec, depends_on_data, flatten, is_symbolic, unflatten
+from bapipe.torch.capturing.trace_hazards import Finding, Hazard, unwatched
 
 __all__ = ["OPAQUE_OP", "OpaqueCall", "Recorded", "call_of", "leaves_traced_whole", "record_outputs"]
 
@@ -144,6 +144,9 @@ def _traced_whole(finding: Finding, forward: Callable[..., Any], recorded: list[
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         leaves, spec = flatten((args, kwargs))
+        if any(map(depends_on_data, leaves)):
+            # Its own trace would need the number; the module that reads it from a tensor is the one to keep whole.
+            raise Hazard("a number read from a tensor decides what is computed")
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         rest = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         key = f"{finding.path}#{count}"

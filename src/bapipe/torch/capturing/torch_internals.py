@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "ArgumentUse",
@@ -27,6 +29,7 @@ __all__ = [
     "TreeSpec",
     "argument_names",
     "call_structure",
+    "depends_on_data",
     "flatten",
     "flatten_recurrent",
     "function_classes",
@@ -41,6 +44,7 @@ __all__ = [
     "size_at",
     "swap_parameter",
     "symbols",
+    "temporary_bytes",
     "unflatten",
 ]
 
@@ -187,6 +191,15 @@ def module_path(node: fx.Node) -> str:
     return path.split("@")[0]
 
 
+def depends_on_data(value: Any) -> bool:
+    """Whether a number of the trace was read from a tensor (`.item()`), so that it differs from batch to batch."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # loaded with the tracer
+
+    return bool(free_unbacked_symbols(value))
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a size is free; a symbol that the trace has fixed to a number is not."""
     return bool(symbols(value))
@@ -291,3 +304,41 @@ def function_classes() -> list[type[Any]]:
         if "forward" in vars(cls) and not cls.__module__.startswith(("torch._", "torch.export")):
             found.append(cls)
     return found
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the storages that operations make, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = flatten((args, kwargs))[0]
+        given = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in flatten(result)[0]:
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                address = storage.data_ptr()
+                if address in given or not storage.nbytes() or address in self._known:
+                    continue
+                self._known.add(address)
+                self._now += storage.nbytes()
+                weakref.finalize(leaf, self._free, address, storage.nbytes())
+        self.most = max(self.most, self._now)
+        return result
+
+    def _free(self, address: int, nbytes: int) -> None:
+        self._known.discard(address)
+        self._now -= nbytes
+
+
+def temporary_bytes(function: Callable[[], Any]) -> int:
+    """Most bytes that the function has at once in tensors that it makes; for a CPU, whose allocator keeps no
+    count."""
+    mode = _LiveBytes()
+    with mode:
+        function()
+    return mode.most

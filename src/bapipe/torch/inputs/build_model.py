@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -13,24 +14,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bapipe.costs.optimizers import find_optimizer
 from bapipe.errors import BaPipeError, nearest
 from bapipe.models.layers import ModelRef
 from bapipe.torch.capturing.torch_internals import flatten, unflatten
 from bapipe.torch.device.dtypes import find_dtype
+from bapipe.torch.inputs.batch_call import as_call
 
-__all__ = ["BuiltModel", "Loss", "build_model", "make_optimizer"]
+__all__ = ["BuiltModel", "Loss", "build_model", "module_and_example"]
 
 Loss = Callable[[Any, Any], Any]
-Parameters = list[nn.Parameter]
-
-_OPTIMIZERS: dict[str, Callable[[Parameters, float], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
-    "momentum": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
-    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
-    "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
-}
-"""by the plan's `optimizer`; each updates a parameter from that parameter's gradient alone"""
+_EXAMPLE = 2
+"""samples of the example that `make_batch` is asked for where the function returns the module alone"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,22 +35,32 @@ class BuiltModel:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Loss | None
-    """`loss(output, target)`: a mean or (sum, count); None: the model takes its target and returns its loss"""
-    options: dict[str, Any]
-    """what the model was built with"""
-    source: ModuleType
-    """the Python module that the reference names"""
+    """`loss(output, target)`: a mean, a sum or (sum, count); None: the model returns its loss"""
+    model: ModelRef = field(default_factory=lambda: ModelRef(name="model"))
+    """what was built"""
+    make_batch: Callable[[int, int], Any] | None = None
+    """`make_batch(seed, size)`, with those of the reference's arguments that it takes; None: there is none"""
+    where: str = "the model's module"
+    """name of the Python module that the reference names"""
 
-    def companion(self, name: str, contract: str) -> Callable[..., Any]:
-        """A function that stands beside the one that the reference names."""
-        return _companion(self.source, name, contract)
+    def as_call(self, batch: Any) -> tuple[Any, Any]:
+        """What `make_batch` returns, as (inputs, target) of the model; the target is None if it returns its loss.
 
-    def as_call(self, inputs: Any, target: Any) -> tuple[Any, Any]:
-        """(inputs, target) as the model takes them: with the target as a keyword where it returns its loss."""
+        With a loss function a batch is (inputs, target). Without one it is the inputs alone, labels included;
+        where the example has nothing but `target` beside its args, (inputs, target) is taken too.
+        """
+        pair = isinstance(batch, tuple) and len(batch) == 2
         if self.loss is not None:
-            return inputs, target
-        args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        return (*args, {"target": target}), None
+            if not pair:
+                raise BaPipeError(
+                    f"{self.where}.make_batch must return (inputs, target), as there is a loss function; "
+                    f"got {type(batch).__name__}"
+                )
+            return batch[0], batch[1]
+        if pair and self.kwargs.keys() == {"target"} and not isinstance(batch[1], Mapping):
+            call = as_call(batch[0])
+            return (*call.args, {**call.kwargs, "target": batch[1]}), None
+        return batch, None
 
 
 def build_model(
@@ -64,13 +68,14 @@ def build_model(
 ) -> BuiltModel:
     """Import `package.module:function`, call it with the reference's arguments, check what comes back.
 
-    `folders` are searched first; the caller gives the plan's own and the current one. Torch's generator is seeded
+    The function returns a module, (module, args) or (module, args, kwargs). Without args the example is what
+    `make_batch` beside it returns. `folders` are searched before the current one. Torch's generator is seeded
     before the call, so every process that builds the same reference has the same weights. With `dtype`, by its
     name in a plan, floating parameters and inputs are converted.
     """
     if model.ref is None:
         raise BaPipeError(f"{model.name} has no code to run; set model.ref to package.module:function")
-    for folder in reversed(folders):
+    for folder in (Path.cwd(), *reversed(folders)):
         path = str(Path(folder).resolve())
         if path not in sys.path:
             sys.path.insert(0, path)
@@ -78,36 +83,79 @@ def build_model(
     torch.manual_seed(seed)
     try:
         built = function(**model.args)
+    except BaPipeError:
+        raise
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in model.args.items())
         raise BaPipeError(
-            f"'{model.ref}' called with ({given}) failed: {type(error).__name__}: {_first_line(error)}; "
-            "correct it or the model.args"
+            f"'{model.ref[:100]}' called with ({given[:200]}) failed: {type(error).__name__}: "
+            f"{_first_line(error)}; correct it or the --arg options"
         ) from error
-    if not (isinstance(built, tuple) and len(built) == 3):
-        raise BaPipeError(f"'{model.ref}' must return (module, args, kwargs), got {_kind(built)}")
-    module, args, kwargs = built
-    if not isinstance(module, nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
-        raise BaPipeError(
-            f"'{model.ref}' must return (nn.Module, tuple, dict), got {', '.join(map(_kind, built))}"
-        )
-    own_loss = kwargs.keys() == {"target"}
-    loss = None if own_loss else _companion(source, "loss", "loss(output, target) -> a mean or (sum, count)")
-    if dtype is not None:
-        module, args, kwargs = _converted(module, args, kwargs, dtype)
-    return BuiltModel(
-        module=module, args=tuple(args), kwargs=kwargs, loss=loss, options=dict(model.args), source=source
+    make_batch = _batches(source, model.args)
+    module, args, kwargs = module_and_example(built, model.ref[:100])
+    # A function that is given its target returns the loss; so does a model without a loss function beside it.
+    loss = None if kwargs is not None and kwargs.keys() == {"target"} else getattr(source, "loss", None)
+    found = BuiltModel(
+        model=model,
+        module=module,
+        args=args or (),
+        kwargs=kwargs or {},
+        loss=loss if callable(loss) else None,
+        make_batch=make_batch,
+        where=source.__name__,
     )
+    if args is None:
+        found = _with_example(found)
+    return found if dtype is None else _converted(found, dtype)
 
 
-def _converted(module: nn.Module, args: Any, kwargs: Any, dtype: str) -> tuple[nn.Module, Any, Any]:
+def module_and_example(built: Any, what: str) -> tuple[nn.Module, tuple[Any, ...] | None, dict[str, Any] | None]:
+    """What a function returned: a module, (module, args) or (module, args, kwargs); what is not given is None."""
+    if isinstance(built, nn.Module):
+        return built, None, None
+    parts = tuple(built) if isinstance(built, (tuple, list)) else ()
+    shape: tuple[Any, ...] = (nn.Module, (tuple, list), dict)
+    if len(parts) == 2 and isinstance(parts[1], Mapping):
+        parts = (parts[0], (), dict(parts[1]))
+    if not 2 <= len(parts) <= 3 or not all(
+        isinstance(part, kind) for part, kind in zip(parts, shape, strict=False)
+    ):
+        got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else type(built).__name__
+        raise BaPipeError(
+            f"'{what}' must return a module, (module, args) or (module, args, kwargs), args a tuple and kwargs "
+            f"a dict; got {got}"
+        )
+    return parts[0], tuple(parts[1]), dict(parts[2]) if len(parts) == 3 else {}
+
+
+def _with_example(built: BuiltModel) -> BuiltModel:
+    """The same with the inputs of a batch as its example."""
+    if built.make_batch is None:
+        raise BaPipeError(
+            f"'{built.model.ref}' returns a module without an example of its inputs; return (module, args) or "
+            f"(module, args, kwargs), or add make_batch(seed, size) to {built.where}"
+        )
+    call = as_call(built.as_call(built.make_batch(0, _EXAMPLE))[0])
+    return replace(built, args=call.args, kwargs=call.kwargs)
+
+
+def _batches(source: ModuleType, args: Mapping[str, Any]) -> Callable[..., Any] | None:
+    function = getattr(source, "make_batch", None)
+    if not callable(function):
+        return None
+    accepted = inspect.signature(function).parameters
+    options = {key: value for key, value in args.items() if key in accepted}
+    return lambda seed, size: function(seed, size, **options)
+
+
+def _converted(built: BuiltModel, dtype: str) -> BuiltModel:
     wanted = find_dtype(dtype)
-    leaves, structure = flatten((tuple(args), kwargs))
+    leaves, structure = flatten((built.args, built.kwargs))
     changed = [
         leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves
     ]
     args, kwargs = unflatten(changed, structure)
-    return module.to(wanted), args, kwargs
+    return replace(built, module=built.module.to(wanted), args=args, kwargs=kwargs)
 
 
 def _import(ref: str) -> tuple[ModuleType, Callable[..., Any]]:
@@ -118,36 +166,19 @@ def _import(ref: str) -> tuple[ModuleType, Callable[..., Any]]:
         source = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise BaPipeError(
-            f"'{ref}' cannot be imported: {error}; put it in the current folder, beside the plan or on PYTHONPATH"
+            f"'{ref[:100]}' cannot be imported: {error}; run in its folder, put it beside the plan or on "
+            "PYTHONPATH"
         ) from error
     except Exception as error:
         raise BaPipeError(
-            f"'{ref}' cannot be imported: {type(error).__name__}: {_first_line(error)}; correct {name}"
+            f"'{ref[:100]}' cannot be imported: {type(error).__name__}: {_first_line(error)}; correct {name[:99]}"
         ) from error
     function = getattr(source, attribute, None)
     if not callable(function):
         raise BaPipeError(
-            f"'{name}' has no function '{attribute}'{nearest(attribute, vars(source))}; correct '{ref}'"
+            f"'{name[:99]}' has no function '{attribute[:60]}'{nearest(attribute, vars(source))}; correct it"
         )
     return source, cast(Callable[..., Any], function)
-
-
-def _companion(source: ModuleType, name: str, contract: str) -> Callable[..., Any]:
-    function = getattr(source, name, None)
-    if not callable(function):
-        raise BaPipeError(f"'{source.__name__}' has no {name}, which training needs; add {contract}")
-    return cast(Callable[..., Any], function)
-
-
-def make_optimizer(name: str, parameters: Parameters, *, rate: float) -> torch.optim.Optimizer | None:
-    """The plan's optimizer over parameters; None where there are none to update."""
-    find_optimizer(name.lower())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return _OPTIMIZERS[name.lower()](trained, rate) if trained else None
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,16 +1,16 @@
-"""Mini-batches to train on: what the model's own module makes, or scikit-learn's handwritten digits."""
+"""Global batches to train on: what `make_batch` makes, samples of the example, or scikit-learn's digits."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bapipe.errors import BaPipeError, nearest
-from bapipe.torch.capturing.torch_internals import flatten, unflatten
+from bapipe.torch.capturing.export import examples_of
+from bapipe.torch.capturing.torch_internals import flatten, register_dataclasses, unflatten
 from bapipe.torch.inputs.build_model import BuiltModel
 
 __all__ = ["DATA", "Batches", "batches_for"]
@@ -24,25 +24,62 @@ Batches = Callable[[int], tuple[Any, Any]]
 
 
 def batches_for(built: BuiltModel, data: str, *, minibatch: int, seed: int) -> Batches:
-    """Mini-batches for a model; floating inputs have the dtype of its example."""
+    """Global batches for a model; floating inputs have the dtype of its example."""
     if data == "digits":
         return _digits(built, minibatch, seed)
     if data != "synthetic":
         raise BaPipeError(f"unknown data '{data[:40]}'{nearest(data, DATA)}; known: {', '.join(DATA)}")
-    make_batch = built.companion("make_batch", "make_batch(seed, size) -> (inputs, target)")
-    accepted = inspect.signature(make_batch).parameters
-    options = {key: value for key, value in built.options.items() if key in accepted}
-    name = built.source.__name__
+    if built.make_batch is None:
+        return _of_example(built, minibatch, seed)
+    make_batch = built.make_batch
 
     def make(step: int) -> tuple[Any, Any]:
-        pair = make_batch(seed + 1 + step, minibatch, **options)
-        if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise BaPipeError(f"{name}.make_batch must return (inputs, target), got {type(pair).__name__}")
-        for leaf in flatten(pair)[0]:
-            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != minibatch:
-                got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise BaPipeError(f"{name}.make_batch was asked for {minibatch} samples, got {got}")
-        return built.as_call(_as_example(built, pair[0]), pair[1])
+        inputs, target = built.as_call(make_batch(seed + 1 + step, minibatch))
+        _check_samples(built, (inputs, target), minibatch)
+        return _as_example(built, inputs), target
+
+    return make
+
+
+def _check_samples(built: BuiltModel, batch: Any, minibatch: int) -> None:
+    """Refuse a batch of which no tensor has the samples that were asked for."""
+    tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    wrong = [leaf for leaf in tensors if len(leaf) != minibatch]
+    if len(wrong) == len(tensors):
+        got = f"shape {tuple(wrong[0].shape)}" if wrong else "no tensor"
+        raise BaPipeError(f"{built.where}.make_batch was asked for {minibatch} samples, got {got}")
+
+
+def _leaves(batch: Any) -> list[Any]:
+    register_dataclasses(batch)
+    return flatten(_plain(batch))[0]
+
+
+def _plain(batch: Any) -> Any:
+    """The same with plain dicts in place of other mappings, which pytrees do not look into."""
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map(_plain, batch)) if type(batch) in (tuple, list) else batch
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _of_example(built: BuiltModel, minibatch: int, seed: int) -> Batches:
+    """Samples of the example, drawn at random: what a model that returns its loss can be tried with."""
+    if built.loss is not None:
+        raise BaPipeError(
+            f"'{built.where}' has a loss function, whose targets nobody makes; add make_batch(seed, size) -> "
+            "(inputs, target)"
+        )
+    examples = examples_of(built.args, built.kwargs)
+
+    def make(step: int) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(seed + 1 + step)
+        chosen = torch.randint(examples.batch, (minibatch,), generator=generator)
+        leaves = [
+            leaf.detach()[chosen.to(leaf.device)] if batched else leaf
+            for leaf, batched in zip(examples.leaves, examples.batched, strict=True)
+        ]
+        args, kwargs = unflatten(leaves, examples.spec)
+        return (*args, kwargs) if kwargs else args, None
 
     return make
 
@@ -51,10 +88,14 @@ def _as_example(built: BuiltModel, inputs: Any) -> Any:
     """Floating inputs in the dtype of the example."""
     floats = [leaf.dtype for leaf in flatten((built.args, built.kwargs))[0] if isinstance(leaf, Tensor)]
     dtype = next((item for item in floats if item.is_floating_point), None)
-    leaves, structure = flatten(inputs)
     if dtype is None:
         return inputs
-    return unflatten([leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves], structure)
+    register_dataclasses(inputs)
+    leaves, structure = flatten(_plain(inputs))
+    changed = [
+        leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves
+    ]
+    return unflatten(changed, structure)
 
 
 def _digits(built: BuiltModel, minibatch: int, seed: int) -> Batches:
@@ -79,6 +120,6 @@ def _digits(built: BuiltModel, minibatch: int, seed: int) -> Batches:
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed + epoch))
             here = rounds == epoch
             chosen[here] = order[wanted[here] % len(images)]
-        return built.as_call(images[chosen], classes[chosen])
+        return built.as_call((images[chosen], classes[chosen]))
 
     return make

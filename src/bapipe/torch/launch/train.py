@@ -26,7 +26,8 @@ from bapipe.torch.comm import LinkError
 from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, max_over_ranks, sum_over_ranks
 from bapipe.torch.health.failure import Failure, RunError
 from bapipe.torch.health.watchdog import Watch
-from bapipe.torch.inputs.build_model import build_model, make_optimizer
+from bapipe.torch.inputs.build_model import build_model
+from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.inputs.training_data import batches_for
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.launch.run_report import RankReport, make_record, median_step

@@ -18,7 +18,8 @@ from bapipe.records.run_record import CheckRecord, RunRecord, StepRecord
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, sum_over_ranks
 from bapipe.torch.health.watchdog import Watch
-from bapipe.torch.inputs.build_model import build_model, make_optimizer
+from bapipe.torch.inputs.build_model import build_model
+from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.inputs.training_data import Batches, batches_for
 from bapipe.torch.launch.run_report import RankReport, make_record, median_step
 from bapipe.torch.launch.train import TrainSettings, peak_memory

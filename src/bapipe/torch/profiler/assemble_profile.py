@@ -11,8 +11,8 @@ from bapipe.costs.profile import Profile, ProfiledLayer
 from bapipe.errors import BaPipeError
 from bapipe.models.layers import ModelRef
 from bapipe.torch.profiler.layer_times import PartRows, SizeTimes, layer_times, part_costs
-from bapipe.torch.profiler.measurement import Measurement, SizeMemory
-from bapipe.torch.profiler.statistics import pooled
+from bapipe.torch.profiler.measurement import Measurement, OptimizerBytes, SizeMemory, seconds
+from bapipe.torch.profiler.repeated_layers import bytes_of_model, model_layers, row_of_model, times_of_model
 
 __all__ = ["Agreement", "agreement", "spread", "to_profile"]
 
@@ -55,7 +55,7 @@ def _delayed(measured: Measurement, microbatch: int) -> tuple[float, ...] | None
             held = sum(stash) + memory.boundary_backward[last] if weights else 0.0
         total = sum(stash)
         found += [held * (value / total if total > 0 else 1 / len(stash)) for value in stash]
-    return tuple(found)
+    return row_of_model(measured, found)
 
 
 def agreement(measured: Measurement, microbatch: int) -> Agreement | None:
@@ -64,6 +64,8 @@ def agreement(measured: Measurement, microbatch: int) -> Agreement | None:
     if eager is None or chain is None:
         return None
     times = layer_times(measured, microbatch)
+    if all(item.of_model for item in measured.whole if item.microbatch == microbatch):
+        times = times_of_model(measured, times)
     return Agreement(
         microbatch=microbatch,
         layers=sum(times.forward) + sum(times.backward),
@@ -98,7 +100,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         raise BaPipeError(
             f"nothing of {measured.model} is measured completely{lost}; profile smaller micro-batches or go on"
         )
-    rows = {size: layer_times(measured, size) for size in sizes}
+    rows = {size: times_of_model(measured, layer_times(measured, size)) for size in sizes}
     divided = _part_rows(measured, sizes)
     notes = []
     for size in sizes:
@@ -110,7 +112,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
             rows[size] = _scaled(rows[size], found.eager / found.layers)
             if divided:
                 divided[size] = divided[size].times(found.eager / found.layers, 1.0)
-    memory = [measured.memory_at(size) for size in sizes]
+    memory = [bytes_of_model(measured, measured.memory_at(size)) for size in sizes]
     waiting = [_delayed(measured, size) for size in sizes]
     table = CostTable(
         source="measured",
@@ -118,8 +120,10 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         microbatches=sizes,
         **_rows([rows[size] for size in sizes]),
         **_rows(memory),
-        update=_updates(measured),
+        update=_optimizer_seconds(measured),
         optimizer=measured.optimizer,
+        optimizer_state=_per_parameter(measured.optimizer_bytes, "state"),
+        optimizer_workspace=_per_parameter(measured.optimizer_bytes, "workspace"),
         workspace=tuple(max(item.workspace) for item in memory),
         layer_workspace=tuple(item.workspace for item in memory),
         library=_library(memory),
@@ -137,7 +141,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
             split=layer.split,
             shares_weights_with=layer.shares_weights_with,
         )
-        for layer in measured.layers
+        for layer in model_layers(measured)
     )
     return Profile(
         model=replace(model, fingerprint=measured.fingerprint),
@@ -153,7 +157,7 @@ def _parts_at(measured: Measurement, sizes: Sequence[int]) -> dict[int, PartRows
     if not measured.parts:
         return {}
     found = {size: part_costs(measured, size) for size in sizes}
-    return {size: rows for size, rows in found.items() if rows is not None}
+    return {size: times_of_model(measured, rows) for size, rows in found.items() if rows is not None}
 
 
 def _part_rows(measured: Measurement, sizes: Sequence[int]) -> dict[int, PartRows]:
@@ -189,15 +193,30 @@ def _library(memory: Sequence[SizeMemory]) -> tuple[float, ...] | None:
     return tuple(max(column) for column in zip(*known, strict=True)) if known else None
 
 
-def _updates(measured: Measurement) -> tuple[float, ...]:
-    """The whole model's step, dealt to the layers by their weights."""
-    if not measured.update:
-        return (0.0,) * len(measured.layers)
-    host = pooled([item.reading.host for item in measured.update]).median
-    devices = [item.reading.device for item in measured.update if item.reading.device is not None]
-    total = max(host, pooled(devices).median) if devices else host
-    own = [0.0 if layer.shares_weights_with else layer.weight_bytes for layer in measured.layers]
-    return tuple(total * value / sum(own) if sum(own) > 0 else 0.0 for value in own)
+def _optimizer_seconds(measured: Measurement) -> tuple[float, ...]:
+    """Of each layer, what its step takes beyond that of a single number; and its share of that, by its weights."""
+    layers = model_layers(measured)
+    found = {layer: _taken(measured, layer) for layer in {item.layer for item in measured.optimizer_steps}}
+    if None not in found:
+        return (0.0,) * len(layers)
+    any_step = found.pop(None)
+    alike = measured.repeats.timed_as if measured.repeats else tuple((index,) for index in range(len(layers)))
+    own = [layer.weight_bytes if layer.steps_weights else 0.0 for layer in layers]
+    return tuple(
+        max(0.0, found.get(same[0], 0.0) - any_step) + any_step * weights / sum(own) if weights else 0.0
+        for weights, same in zip(own, alike, strict=True)
+    )
+
+
+def _taken(measured: Measurement, layer: int | None) -> float:
+    """Seconds of the layer's optimizer step: the device's, or the host's where that is longer."""
+    host, device = seconds([item.reading for item in measured.optimizer_steps if item.layer == layer])
+    return max(host, device or 0.0)
+
+
+def _per_parameter(weighed: OptimizerBytes | None, what: str) -> float | None:
+    """Bytes of the optimizer's state or workspace per number in the weights; None: not weighed."""
+    return None if weighed is None else getattr(weighed, what) / weighed.parameters
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.inputs.model_source import Argument, find_model
+from bapipe.models.builtin import Argument
+from bapipe.models.model_spec import model_ref, parse_arguments
+from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.slices.mps import Slices, slice_environment
 from bapipe.units import format_bytes
 
-__all__ = ["Load", "loaded", "main", "parse_args"]
+__all__ = ["Load", "loaded", "main"]
 
 _PATIENCE = 180.0
 """seconds for a load to build its model and run a step"""
@@ -116,33 +118,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = find_device(options.device)
     if device.type == "cuda":
         plain_fp32(options.dtype)
-    source = find_model(options.model, parse_args(options.arg))
+    source = build_model(model_ref(options.model, parse_arguments(options.arg)))
     step = training_step(source, device=device, dtype=find_dtype(options.dtype), size=options.microbatch)
     step()
     options.ready.touch()
     end = time.monotonic() + options.seconds
     while not stop.is_set() and time.monotonic() < end:
         step()
-
-
-def parse_args(texts: Sequence[str]) -> dict[str, Argument]:
-    """key=value texts; whole numbers, numbers, true and false become what they look like."""
-    found: dict[str, Argument] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise BaPipeError(f"an argument looks like key=value, got '{text[:60]}'")
-        found[key] = _plain(value)
-    return found
-
-
-def _plain(text: str) -> Argument:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.stage_memory import needed_beyond
 from bapipe.torch.device.cuda_workspaces import release_workspaces
 from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
 from bapipe.torch.profiler.measurement import Measurement, SizeMemory
+from bapipe.torch.profiler.repeated_layers import bytes_of_model, model_layers
 from bapipe.torch.stage.split_backward import SplitBackward
 
 __all__ = ["is_out_of_memory", "predicted_peak", "saved_storages", "storage_of", "weigh"]
@@ -248,13 +248,15 @@ def predicted_peak(measured: Measurement, microbatch: int) -> float | None:
     The workspace of a layer counts while only the layers up to it still hold their stash; the output and its
     gradient are held to the end. None where what the libraries hold is not known, as on a CPU.
     """
-    memory = measured.memory_at(microbatch)
+    memory = bytes_of_model(measured, measured.memory_at(microbatch))
     known = [item.idle for item in measured.whole if item.microbatch == microbatch and item.idle is not None]
     if not known:
         return None
-    copies = 1 + find_optimizer(measured.optimizer).state
     output = memory.boundary_forward[-1] + memory.boundary_backward[-1]
     held, layers = np.cumsum(memory.stash), np.arange(len(memory.stash))
     beyond = needed_beyond(np.array(memory.workspace), held, layers, np.full(len(held), output))
-    always = max(known) + measured.state_bytes + copies * measured.gradient_bytes
+    weighed = measured.optimizer_bytes
+    trained = sum(layer.parameters for layer in model_layers(measured) if layer.steps_weights)
+    state = 0.0 if weighed is None else weighed.state / weighed.parameters * trained
+    always = max(known) + measured.state_bytes + measured.gradient_bytes + state
     return always + float(held[-1] + beyond[-1]) + output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +11,20 @@ from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing import Captured, capture
+from bapipe.torch.capturing.layer_signature import layer_signatures
 from bapipe.torch.capturing.torch_internals import flatten, flatten_recurrent, unflatten
-from bapipe.torch.profiler.measurement import MeasuredLayer
+from bapipe.torch.profiler.measurement import MeasuredLayer, Repeats
+from bapipe.torch.profiler.repeated_layers import find_repeats, kept_layers
 
-__all__ = ["CapturedLayers", "LayerSequence", "RunnableLayer", "chain_of", "on_device", "tensors_of"]
+__all__ = [
+    "CapturedLayers",
+    "DistinctLayers",
+    "LayerSequence",
+    "RunnableLayer",
+    "chain_of",
+    "on_device",
+    "tensors_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,10 +48,13 @@ class RunnableLayer:
 
 
 class LayerSequence(Protocol):
-    """Layers of one model on one device."""
+    """Layers to measure, of one model on one device."""
 
     layers: tuple[MeasuredLayer, ...]
+    repeats: Repeats | None
+    """how they stand for the model's; None: they are the model's"""
     module: nn.Module
+    """the whole model"""
     device: torch.device
     fingerprint: str
     notes: tuple[str, ...]
@@ -55,8 +68,11 @@ class LayerSequence(Protocol):
     def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> RunnableLayer:
         """Layers `first` to `last`, included; or channels start to stop of one layer that can be divided."""
 
+    def whole_model(self) -> RunnableLayer:
+        """All layers of the model as one stage."""
+
     def state(self) -> list[Tensor]:
-        """Parameters and buffers, each once."""
+        """Parameters and buffers of the model, each once."""
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -78,6 +94,8 @@ def _state(module: nn.Module) -> list[Tensor]:
 
 class CapturedLayers:
     """The layers that `bapipe.torch.capturing` found, run as stages of their own."""
+
+    repeats: Repeats | None = None
 
     def __init__(self, captured: Captured, *, device: torch.device, dtype: torch.dtype) -> None:
         self.captured = captured
@@ -136,8 +154,84 @@ class CapturedLayers:
             state=tuple(_state(stage)),
         )
 
+    def whole_model(self) -> RunnableLayer:
+        return self.piece(0, len(self.layers) - 1)
+
     def state(self) -> list[Tensor]:
         return _state(self.module)
+
+
+class DistinctLayers:
+    """Of layers that repeat each other those that are measured, as a shorter chain."""
+
+    def __init__(self, chain: CapturedLayers, kept: Sequence[int], repeats: Repeats) -> None:
+        self._chain = chain
+        self._kept = tuple(kept)
+        self._whole: RunnableLayer | None = None
+        self.repeats: Repeats | None = repeats
+        self.layers = tuple(chain.layers[index] for index in kept)
+        self.module, self.device = chain.module, chain.device
+        self.fingerprint, self.notes = chain.fingerprint, chain.notes
+
+    def at(self, size: int) -> DistinctLayers:
+        chain = self._chain.at(size)
+        assert self.repeats is not None
+        return self if chain is self._chain else DistinctLayers(chain, self._kept, self.repeats)
+
+    def inputs(self, size: int) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+        return self._chain.inputs(size)
+
+    def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> RunnableLayer:
+        pieces = [
+            self._chain.piece(self._kept[start], self._kept[end], part=part)
+            for start, end in _consecutive(self._kept, first, last)
+        ]
+        found = pieces[0] if len(pieces) == 1 else _one_after_another(pieces)
+        return replace(found, first=first, last=last)
+
+    def whole_model(self) -> RunnableLayer:
+        if self._whole is None:
+            self._whole = self._chain.whole_model()
+        return self._whole
+
+    def state(self) -> list[Tensor]:
+        return self._chain.state()
+
+
+def _consecutive(kept: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
+    """(start, end), included, of the stretches of kept layers that follow each other in the model too."""
+    found = [(first, first)]
+    for index in range(first + 1, last + 1):
+        if kept[index] == kept[index - 1] + 1:
+            found[-1] = (found[-1][0], index)
+        else:
+            found.append((index, index))
+    return found
+
+
+def _one_after_another(pieces: Sequence[RunnableLayer]) -> RunnableLayer:
+    """Pieces as one: what each sends is what the next receives."""
+    roots = tuple(dict.fromkeys(root for piece in pieces for root in piece.roots))
+    parameters = {id(item): item for piece in pieces for item in piece.parameters}
+    state = {id(item): item for piece in pieces for item in piece.state}
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        count = len(pieces[0].receives)
+        sent, given = tuple(values[:count]), dict(zip(roots, values[count:], strict=True))
+        for piece in pieces:
+            sent = piece.run(*sent, *(given[root] for root in piece.roots))
+        return sent
+
+    return RunnableLayer(
+        first=pieces[0].first,
+        last=pieces[-1].last,
+        run=run,
+        parameters=tuple(parameters.values()),
+        receives=pieces[0].receives,
+        roots=roots,
+        overwrites=pieces[0].overwrites,
+        state=tuple(state.values()),
+    )
 
 
 def chain_of(
@@ -148,12 +242,17 @@ def chain_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> LayerSequence:
-    """The layers of a module, on the device and in the dtype; the module itself is moved there.
+    """The layers of a module to measure, on the device and in the dtype; the module itself is moved there.
 
-    The capture is made and checked on the CPU.
+    The capture is made and checked on the CPU. Of blocks that compute the same two are measured.
     """
     module = module.to(dtype=dtype)
     cpu = torch.device("cpu")
     leaves, spec = flatten((tuple(args), dict(kwargs)))
     own_args, own_kwargs = unflatten([on_device(leaf, cpu, dtype) for leaf in leaves], spec)
-    return CapturedLayers(capture(module, own_args, own_kwargs), device=device, dtype=dtype)
+    captured = capture(module, own_args, own_kwargs)
+    chain = CapturedLayers(captured, device=device, dtype=dtype)
+    signatures = layer_signatures(captured.program, captured.groups)
+    kept = kept_layers(signatures)
+    repeats = find_repeats(signatures, kept, chain.layers)
+    return chain if repeats is None else DistinctLayers(chain, kept, repeats)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.profiler.grouping import find_units
@@ -19,11 +20,12 @@ from bapipe.torch.profiler.layer_memory import is_out_of_memory, weigh
 from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
 from bapipe.torch.profiler.layer_timing import PieceTimes, Walk, empty_piece, inputs_of, time_piece, walk
 from bapipe.torch.profiler.measure_settings import ROUNDS, MeasureSettings
-from bapipe.torch.profiler.measurement import Measurement, Reading, UnitTiming, UpdateTiming
+from bapipe.torch.profiler.measurement import Measurement, OptimizerTiming, Reading, UnitTiming
 from bapipe.torch.profiler.measurement_cache import load_measurement, save_measurement
+from bapipe.torch.profiler.optimizer_step import time_optimizer, weigh_optimizer
 from bapipe.torch.profiler.part_timing import divisible, parts_to_time, time_parts
 from bapipe.torch.profiler.statistics import Stopping, summarise
-from bapipe.torch.profiler.whole_step import steps_left, time_update, time_whole
+from bapipe.torch.profiler.whole_step import steps_left, time_whole
 
 __all__ = ["Report", "measure"]
 
@@ -36,6 +38,8 @@ _LONG_STEP = 0.5
 """seconds of a whole step from which on it is a long one"""
 _WHOLE_SECONDS = 0.3
 """to spend on a whole step each time on a GPU: where the host limits it, it varies by a tenth and more"""
+
+_OPTIMIZER_TOO_LARGE = "the optimizer step does not fit and counts as nothing"
 
 Report = Callable[[str, float], None]
 """what was done, and its share of all that was to do"""
@@ -109,7 +113,7 @@ def measure(
             random.Random(f"{settings.seed}/{round_}").shuffle(sizes)
             for size in sizes:
                 _measure_size(chain, state, clock, size, round_)
-            _measure_update(chain, state, clock, round_)
+            _measure_optimizer(chain, state, clock, round_)
         complete = True
     except KeyboardInterrupt:
         pass
@@ -131,8 +135,7 @@ def _warmup(chain: LayerSequence) -> int:
 def _group(chain: LayerSequence, state: _State, clock: CudaClock | HostClock) -> None:
     """Time an empty layer and, roughly, each layer; join those too small to time alone."""
     size = min(state.settings.microbatches)
-    dtype = next((item.dtype for item in chain.module.parameters() if item.is_floating_point()), torch.float32)
-    piece, inputs = empty_piece(chain.device, dtype)
+    piece, inputs = empty_piece(chain.device, _dtype_of(chain))
     nothing = time_piece(piece, inputs, clock=clock, stopping=Stopping(exact=25), warmup=10)
     issue = empty_issue(piece, inputs) if chain.device.type == "cuda" else (None, None)
     sized = chain.at(size)
@@ -143,7 +146,11 @@ def _group(chain: LayerSequence, state: _State, clock: CudaClock | HostClock) ->
     state.warm |= {(index, size) for index in range(len(pieces))}
     state.step = sum(item.forward.host.median + item.backward.host.median for item in rough) / size
     units, forward, backward = find_units(
-        [item.forward for item in rough], [item.backward for item in rough], nothing.forward, nothing.backward
+        [item.forward for item in rough],
+        [item.backward for item in rough],
+        nothing.forward,
+        nothing.backward,
+        [any(piece.receives) for piece in pieces],
     )
     state.measured = replace(
         state.measured,
@@ -398,28 +405,62 @@ def _too_large(size: int) -> str:
     return f"the whole step does not fit at {size}"
 
 
-def _measure_update(chain: LayerSequence, state: _State, clock: CudaClock | HostClock, round_: int) -> None:
-    if any(item.round == round_ for item in state.measured.update):
+def _measure_optimizer(chain: LayerSequence, state: _State, clock: CudaClock | HostClock, round_: int) -> None:
+    """The step of each layer that has weights, one of a kind, and of a single number; and what one keeps."""
+    measured = state.measured
+    done = {item.layer for item in measured.optimizer_steps if item.round == round_}
+    layers = [index for index in _one_of_a_kind(measured) if measured.layers[index].steps_weights]
+    if not layers or {None, *layers} <= done or _OPTIMIZER_TOO_LARGE in measured.notes:
         return
     try:
-        reading = time_update(
-            chain,
-            state.measured.optimizer,
-            clock=clock,
-            stopping=state.settings.stopping(round_),
-            warmup=_warmup(chain),
-        )
+        if None not in done:
+            single = [nn.Parameter(torch.zeros(1, device=chain.device, dtype=_dtype_of(chain)))]
+            _time_optimizer(chain, state, clock, round_, None, single)
+        for index in layers:
+            parameters = _piece(chain, state, index, index).parameters
+            if index not in done and parameters:
+                _time_optimizer(chain, state, clock, round_, index, parameters)
+        if state.measured.optimizer_bytes is None:
+            largest = max(layers, key=lambda index: measured.layers[index].weight_bytes)
+            weighed = weigh_optimizer(measured.optimizer, _piece(chain, state, largest, largest).parameters)
+            state.measured = replace(state.measured, optimizer_bytes=weighed)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        reading = None
-        note = "the optimizer step does not fit and counts as nothing"
-        state.measured = replace(state.measured, notes=tuple(dict.fromkeys((*state.measured.notes, note))))
-    if reading is not None:
-        timing = UpdateTiming(round=round_, reading=reading)
-        state.measured = replace(state.measured, update=(*state.measured.update, timing))
+        state.measured = replace(state.measured, notes=(*state.measured.notes, _OPTIMIZER_TOO_LARGE))
     state.advance("optimizer step", 0.5)
     _free(chain)
+
+
+def _one_of_a_kind(measured: Measurement) -> list[int]:
+    """The measured layers without those that repeat an earlier one."""
+    if measured.repeats is None:
+        return list(range(len(measured.layers)))
+    return sorted({alike[0] for alike in measured.repeats.timed_as})
+
+
+def _time_optimizer(
+    chain: LayerSequence,
+    state: _State,
+    clock: CudaClock | HostClock,
+    round_: int,
+    layer: int | None,
+    parameters: Sequence[nn.Parameter],
+) -> None:
+    reading = time_optimizer(
+        state.measured.optimizer,
+        parameters,
+        clock=clock,
+        stopping=state.settings.stopping(round_),
+        warmup=_warmup(chain),
+    )
+    if reading is not None:
+        timing = OptimizerTiming(layer=layer, round=round_, reading=reading)
+        state.measured = replace(state.measured, optimizer_steps=(*state.measured.optimizer_steps, timing))
+
+
+def _dtype_of(chain: LayerSequence) -> torch.dtype:
+    return next((item.dtype for item in chain.module.parameters() if item.is_floating_point()), torch.float32)
 
 
 def _free(chain: LayerSequence) -> None:

@@ -15,17 +15,19 @@ __all__ = [
     "Environment",
     "MeasuredLayer",
     "Measurement",
+    "OptimizerBytes",
+    "OptimizerTiming",
     "PartTiming",
     "Reading",
+    "Repeats",
     "SizeMemory",
     "UnitTiming",
-    "UpdateTiming",
     "WholeStep",
     "read_measurement",
     "seconds",
 ]
 
-MEASUREMENT_SCHEMA = "bapipe.measurement/2"
+MEASUREMENT_SCHEMA = "bapipe.measurement/3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,23 @@ class MeasuredLayer:
     weight_bytes: float
     shares_weights_with: str | None = None
     split: Split | None = None
+
+    @property
+    def steps_weights(self) -> bool:
+        """Whether an optimizer step has work for it: tied weights are stepped with the layer that holds them."""
+        return self.parameters > 0 and self.shares_weights_with is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """How the measured layers stand for those of the whole model, where equal blocks are measured once."""
+
+    layers: tuple[MeasuredLayer, ...]
+    """of the model"""
+    timed_as: tuple[tuple[int, ...], ...]
+    """per layer of the model, the measured layers whose mean time it has"""
+    weighed_as: tuple[int, ...]
+    """per layer of the model, the measured layer whose bytes it has"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +163,8 @@ class WholeStep:
     """all layers as one stage, forward and backward, from idle to idle"""
     eager: SampleSummary
     """the module itself, likewise"""
+    of_model: bool = True
+    """of all layers of the model; False: of the measured ones alone, which stand for those that repeat them"""
     peak: float | None = None
     """most bytes the allocator gave out during the eager step; None: not on this device"""
     idle: float | None = None
@@ -154,11 +175,25 @@ class WholeStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateTiming:
-    """The optimizer step of the whole model in one round."""
+class OptimizerTiming:
+    """The optimizer step of one layer in one round."""
 
+    layer: int | None
+    """None: of a single number, which is what any step takes beyond its work"""
     round: int
     reading: Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBytes:
+    """What the optimizer needs beside weights and gradients, from a step of its own class."""
+
+    parameters: int
+    """numbers in the weights that it was weighed with"""
+    state: float
+    """bytes that it keeps between steps"""
+    workspace: float
+    """most bytes that a step has in temporary tensors"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +209,9 @@ class Measurement:
     optimizer: str
     environment: Environment
     layers: tuple[MeasuredLayer, ...]
+    """that are measured"""
+    repeats: Repeats | None = None
+    """how they stand for the model's; None: they are the model's"""
     input_bytes: float
     """of one sample"""
     state_bytes: float
@@ -194,7 +232,9 @@ class Measurement:
     timings: tuple[UnitTiming, ...] = ()
     memory: tuple[SizeMemory, ...] = ()
     whole: tuple[WholeStep, ...] = ()
-    update: tuple[UpdateTiming, ...] = ()
+    optimizer_steps: tuple[OptimizerTiming, ...] = ()
+    optimizer_bytes: OptimizerBytes | None = None
+    """None: not weighed, or nothing is trained"""
     parts: tuple[PartTiming, ...] = ()
     parts_not_fitting: tuple[int, ...] = ()
     """sizes at which the parts of a layer ran out of memory"""

@@ -29,8 +29,8 @@ def load_measurement(empty: Measurement, folder: Path | None = None) -> Measurem
         found = read_measurement(path)
     except FileFormatError:
         return empty
-    same = (found.fingerprint, found.shapes, found.environment, found.layers) == (
-        empty.fingerprint, empty.shapes, empty.environment, empty.layers,
+    same = (found.fingerprint, found.shapes, found.environment, found.layers, found.repeats) == (
+        empty.fingerprint, empty.shapes, empty.environment, empty.layers, empty.repeats,
     )  # fmt: skip
     return found if same else empty
 

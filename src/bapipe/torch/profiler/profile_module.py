@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
+from bapipe.models.builtin import Argument
 from bapipe.models.layers import ModelRef
+from bapipe.models.model_spec import model_ref
 from bapipe.torch.capturing.torch_internals import load_tracer
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.dtypes import find_dtype
-from bapipe.torch.inputs.model_source import Argument, find_model
+from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.profiler.assemble_profile import to_profile
 from bapipe.torch.profiler.environment import accelerator_name, environment_of, find_device, plain_fp32
 from bapipe.torch.profiler.layer_memory import is_out_of_memory
@@ -58,7 +60,7 @@ def profile_model(
     report: Report = quiet,
     before: Callable[[], None] | None = None,
 ) -> Profiled:
-    """Profile what `spec` names (see `find_model`) on a device of this machine.
+    """Profile what `spec` names (see `model_ref`) on a device of this machine.
 
     `accelerator` is the type to file the costs under, by default the catalogue's name of the device. Device and
     dtype are looked at before the model is built. `before` is called when it is captured and nothing measured yet.
@@ -67,7 +69,7 @@ def profile_model(
     find_device(device)
     if ":" not in spec:
         load_tracer()  # while the weights of a model of the zoo are drawn
-    source = find_model(spec, args)
+    source = build_model(model_ref(spec, args))
     return profile_module(
         source.module,
         source.args,
@@ -149,6 +151,7 @@ def _empty(chain: LayerSequence, name: str, dtype: str, optimizer: str, slice_: 
         optimizer=optimizer,
         environment=environment_of(chain.device, slice_=slice_),
         layers=chain.layers,
+        repeats=chain.repeats,
         input_bytes=float(sum(leaf.nbytes for leaf in tensors)),
         state_bytes=float(sum(item.nbytes for item in chain.state())),
         gradient_bytes=float(sum(item.nbytes for item in chain.module.parameters() if item.requires_grad)),

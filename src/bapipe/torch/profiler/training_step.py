@@ -8,13 +8,15 @@ import torch
 
 from bapipe.torch.capturing.export import examples_of
 from bapipe.torch.capturing.torch_internals import flatten, unflatten
-from bapipe.torch.inputs.model_source import Source
+from bapipe.torch.inputs.build_model import BuiltModel
 from bapipe.torch.profiler.layer_runner import on_device, tensors_of
 
 __all__ = ["training_step"]
 
 
-def training_step(source: Source, *, device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], None]:
+def training_step(
+    source: BuiltModel, *, device: torch.device, dtype: torch.dtype, size: int
+) -> Callable[[], None]:
     """Forward and backward of the module with so many samples, waited for."""
     module = source.module.to(device=device, dtype=dtype).train()
     args, kwargs = examples_of(source.args, source.kwargs).resized(size).tree()

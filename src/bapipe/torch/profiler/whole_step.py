@@ -1,24 +1,23 @@
-"""The whole model at once: what the sum of layers is held against, and the optimizer's step."""
+"""The whole model at once: what the sum of layers is compared with."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bapipe.torch.inputs.build_model import make_optimizer
 from bapipe.torch.profiler.launch_overhead import StepIssue
-from bapipe.torch.profiler.layer_clock import Clock, HostClock
+from bapipe.torch.profiler.layer_clock import HostClock
 from bapipe.torch.profiler.layer_memory import is_out_of_memory, storage_of
 from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, tensors_of
 from bapipe.torch.profiler.measure_settings import ROUNDS
-from bapipe.torch.profiler.measurement import Reading, WholeStep
+from bapipe.torch.profiler.measurement import WholeStep
 from bapipe.torch.profiler.statistics import SampleSummary, Stopping, summarise
 
-__all__ = ["steps_left", "time_update", "time_whole"]
+__all__ = ["make_gradients", "steps_left", "time_whole"]
 
 _LONG = 0.5
 """seconds of a step from which on the first counts, though nothing warmed it up"""
@@ -51,21 +50,30 @@ def time_whole(
 ) -> WholeStep:
     """Forward and backward of the whole model from idle to idle, as the module itself.
 
-    On a GPU also as one stage, and how long the host takes to issue each of the `units` within a step: the three
+    On a CPU, where a step is long, of the measured layers alone if they stand for more. On a GPU also as one
+    stage, and how long the host takes to issue each of the `units` within a step: the three
     by turns, so that what slows the machine for a while slows them alike. The allocator's peak of the eager step
     is taken too. The gradients are there and are added to.
     """
     leaves, call = chain.inputs(size)
     device = chain.device
-    _make_gradients(chain)
 
     def eager() -> list[Tensor]:
         return tensors_of(call(leaves))
 
     if device.type != "cuda":
-        (own,) = _time([_TrainingStep(eager)], device, stopping, warmup)
-        return WholeStep(microbatch=size, round=round_, chain=own, eager=own)
-    piece = chain.piece(0, len(chain.layers) - 1)
+        step = eager
+        if chain.repeats is not None:
+            piece = chain.piece(0, len(chain.layers) - 1)
+            inputs = [leaves[index] for index in piece.roots]
+
+            def step() -> list[Tensor]:
+                return tensors_of(piece.run(*inputs))
+
+        (own,) = _time([_TrainingStep(step)], device, stopping, warmup)
+        return WholeStep(microbatch=size, round=round_, chain=own, eager=own, of_model=chain.repeats is None)
+    make_gradients(chain.module.parameters())
+    piece = chain.whole_model()
     roots = [leaves[index] for index in piece.roots]
     issue = _fitting(StepIssue(units, leaves), warmup)
     peak, idle = _peak(chain, eager, leaves)
@@ -97,8 +105,9 @@ def _fitting(issue: StepIssue, warmup: int) -> StepIssue | None:
     return issue
 
 
-def _make_gradients(chain: LayerSequence) -> None:
-    for parameter in chain.module.parameters():
+def make_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Zeros where there is no gradient yet."""
+    for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -169,30 +178,3 @@ def _peak(chain: LayerSequence, forward: Callable[[], list[Tensor]], leaves: Seq
     torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])
     _idle(device)
     return float(torch.cuda.max_memory_allocated(device)), float(idle)
-
-
-def time_update(
-    chain: LayerSequence, optimizer: str, *, clock: Clock, stopping: Stopping, warmup: int
-) -> Reading | None:
-    """The optimizer's step over all parameters, at rate 0 so that nothing changes; None without parameters."""
-    _make_gradients(chain)
-    made = make_optimizer(optimizer, list(chain.module.parameters()), rate=0.0)
-    if made is None:
-        return None
-    for _ in range(warmup):
-        made.step()
-    hosts: list[float] = []
-    devices: list[float] = []
-    begun = time.perf_counter()
-    while not stopping.done(hosts, spent=time.perf_counter() - begun):
-        clock.begin()
-        clock.mark()
-        made.step()
-        clock.mark()
-        laps = clock.read()
-        if laps is None:
-            continue
-        hosts.append(laps[0].host)
-        if laps[0].device is not None:
-            devices.append(laps[0].device)
-    return Reading(host=summarise(hosts), device=summarise(devices) if len(devices) == len(hosts) else None)

@@ -19,6 +19,7 @@ from bapipe.torch.capturing.loss_graph import OwnLoss, own_loss
 from bapipe.torch.capturing.torch_internals import flatten_recurrent, swap_parameter, unflatten
 from bapipe.torch.comm import Message, TensorShape
 from bapipe.torch.device.dtypes import DTYPES
+from bapipe.torch.inputs.build_model import module_and_example
 from bapipe.torch.runtime.materialise import fill, initialise, open_state
 from bapipe.torch.runtime.microbatches import InputSpec
 
@@ -35,8 +36,8 @@ __all__ = [
     "unused_state",
 ]
 
-Build = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
-"""makes (module, args, kwargs) with an example of the module's inputs"""
+Build = Callable[[], Any]
+"""makes (module, args) or (module, args, kwargs) with an example of the module's inputs"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +84,12 @@ def planned_model(build_model: Build | Captured, plan: Plan, seed: int | None) -
     else:
         if seed is not None:
             torch.manual_seed(seed)
-        module, args, kwargs = build_model()
+        module, args, kwargs = module_and_example(build_model(), "build_model")
+        if args is None:
+            raise BaPipeError(
+                "build_model returns a module without an example of its inputs; return (module, args) or "
+                "(module, args, kwargs)"
+            )
         captured = capture(module, args, kwargs, check=plan.model.fingerprint is None)
     check_model(captured, plan)
     return captured

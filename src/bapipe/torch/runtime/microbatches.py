@@ -1,4 +1,4 @@
-"""A mini-batch cut into micro-batches, as the plan says."""
+"""A global batch cut into micro-batches, as the plan says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing import Captured
 from bapipe.torch.capturing.torch_internals import flatten, unflatten
+from bapipe.torch.inputs.batch_call import Call, as_call
 
 __all__ = ["InputSpec", "split_inputs", "split_targets"]
 
@@ -27,6 +28,8 @@ class InputSpec:
     """per leaf, None for what is no tensor"""
     shapes: tuple[tuple[int, ...] | None, ...]
     """per leaf, of the example"""
+    constants: tuple[Any, ...]
+    """per leaf, the value that was captured where it is no tensor; the trace has it as a constant"""
     structure: Any
     """how the leaves make up (args, kwargs)"""
 
@@ -38,21 +41,25 @@ class InputSpec:
             batched=captured.examples.batched,
             dtypes=tuple(leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves),
             shapes=tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves),
+            constants=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
             structure=captured.examples.spec,
         )
 
-    def call(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self, leaves: Sequence[Any]) -> Call:
         """(args, kwargs) from leaves."""
-        args, kwargs = unflatten(leaves, self.structure)
-        return args, kwargs
+        return Call(*unflatten(leaves, self.structure))
 
     def leaves(self, inputs: Any) -> list[Any]:
-        """Inputs taken apart: a tensor, a tuple of args, a dict of kwargs, or args and then such a dict."""
-        args, kwargs = _as_call(inputs, self.keywords)
+        """Inputs taken apart: a tensor, a tuple of args, a dict or dataclass of kwargs, or args and then a dict.
+
+        Constants of the captured call (False, None, numbers, strings) need not be given again.
+        """
+        call = as_call(inputs, self.keywords)
+        args, kwargs = self._with_constants(call)
         if kwargs.keys() != set(self.keywords):
             raise BaPipeError(
                 f"the model was captured with the keyword arguments {', '.join(self.keywords) or 'none'}, got "
-                f"{', '.join(map(str, kwargs)) or 'none'}; give the same"
+                f"{', '.join(map(str, call.kwargs)) or 'none'}; give the same"
             )
         leaves, _ = flatten((args, {key: kwargs[key] for key in self.keywords}))
         if len(leaves) != len(self.batched):
@@ -62,16 +69,22 @@ class InputSpec:
             )
         return list(leaves)
 
+    def _with_constants(self, call: Call) -> Call:
+        """The call with the captured constants that it leaves out."""
+        if len(call.args) + len(call.kwargs) == len(self.keywords) + self._positional():
+            return call
+        args, kwargs = self.call(self.constants)
+        tensors_in_args, tensors_in_kwargs = self.call(tuple(dtype is not None for dtype in self.dtypes))
+        given = list(call.args)
+        for value, tensors in list(zip(args, tensors_in_args, strict=True))[len(given) :]:
+            if any(flatten(tensors)[0]):
+                break
+            given.append(value)
+        constant = {key: kwargs[key] for key in kwargs if not any(flatten(tensors_in_kwargs[key])[0])}
+        return Call(tuple(given), {**constant, **call.kwargs})
 
-def _as_call(inputs: Any, keywords: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, dict):
-        return (), inputs
-    if not isinstance(inputs, (tuple, list)):
-        return (inputs,), {}
-    args = tuple(inputs)
-    if keywords and args and isinstance(args[-1], dict):
-        return args[:-1], args[-1]
-    return args, {}
+    def _positional(self) -> int:
+        return len(self.call(self.constants).args)
 
 
 def split_inputs(spec: InputSpec, inputs: Any, sizes: Sequence[int], *, needed: set[int]) -> list[list[Any]]:
@@ -95,6 +108,12 @@ def _pieces(spec: InputSpec, index: int, leaf: Any, sizes: Sequence[int]) -> Seq
 def _check_leaf(spec: InputSpec, index: int, leaf: Any, total: int) -> None:
     dtype, shape = spec.dtypes[index], spec.shapes[index]
     if dtype is None or shape is None:
+        if leaf is not spec.constants[index] and not _same(leaf, spec.constants[index]):
+            raise BaPipeError(
+                f"input {index} is {str(leaf)[:40]}, the model was captured with "
+                f"{str(spec.constants[index])[:40]}, "
+                "which is a constant of the capture; give that, leave it out, or profile and plan with the other"
+            )
         return
     if not isinstance(leaf, Tensor):
         raise BaPipeError(f"input {index} must be a tensor, got {type(leaf).__name__}; give what was captured")
@@ -105,7 +124,7 @@ def _check_leaf(spec: InputSpec, index: int, leaf: Any, total: int) -> None:
     expected = (total, *shape[1:]) if spec.batched[index] else shape
     if spec.batched[index] and leaf.ndim and leaf.shape[0] != total:
         raise BaPipeError(
-            f"input {index} has {leaf.shape[0]} samples, the plan is for a mini-batch of {total}; "
+            f"input {index} has {leaf.shape[0]} samples, the plan is for a global batch of {total}; "
             "give so many (a DataLoader with drop_last=True) or plan another --global-batch"
         )
     if tuple(leaf.shape) != expected:
@@ -113,6 +132,10 @@ def _check_leaf(spec: InputSpec, index: int, leaf: Any, total: int) -> None:
             f"input {index} has shape {tuple(leaf.shape)}, the model was captured for {expected}; "
             "give that, or capture and plan again"
         )
+
+
+def _same(given: Any, captured: Any) -> bool:
+    return type(given) is type(captured) and bool(given == captured)
 
 
 def _plain(dtype: torch.dtype) -> str:
@@ -128,7 +151,7 @@ def split_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> l
         if isinstance(leaf, Tensor) and leaf.ndim:
             if leaf.shape[0] != total:
                 raise BaPipeError(
-                    f"the target has {leaf.shape[0]} samples, the plan is for a mini-batch of {total}; "
+                    f"the target has {leaf.shape[0]} samples, the plan is for a global batch of {total}; "
                     "give so many or plan another --global-batch"
                 )
             pieces: Sequence[Any] = torch.split(leaf.to(device, non_blocking=True), list(sizes))

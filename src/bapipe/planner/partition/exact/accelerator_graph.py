@@ -27,7 +27,7 @@ class Keys:
     time: Ints
     """[time key, (type, replicas, recompute)]"""
     memory: Ints
-    """[memory key, (type, recompute, live micro-batches per replica)]"""
+    """[memory key, (type, recompute, in-flight micro-batches per replica)]"""
     codes: Ints
     """[memory key] the same in one number, ascending"""
 
@@ -39,7 +39,7 @@ class Graph:
     used: Ints
     """[node] accelerators in use"""
     counts: Ints
-    """[type, node] accelerators in use of each type; [0, node] if that is not told apart"""
+    """[type, node] accelerators in use of each type; [0, node] if types are not distinguished"""
     final: NDArray[np.bool_]
     """[node] whether a plan may be complete there"""
     start: Ints
@@ -60,10 +60,10 @@ def make_keys(problem: Problem) -> Keys:
         for replicas in range(1, _most_replicas(problem, type_) + 1)
         for flag in {"never": (0,), "allowed": (0, 1), "always": (1,)}[problem.recompute]
     ]
-    live = np.minimum(problem.inflight[1:], problem.microbatches)
+    inflight = np.minimum(problem.inflight[1:], problem.microbatches)
     codes = np.unique(
         np.concatenate(
-            [(-(-live // replicas) * 2 + flag) * problem.types + type_ for type_, replicas, flag in time]
+            [(-(-inflight // replicas) * 2 + flag) * problem.types + type_ for type_, replicas, flag in time]
         )
     )
     memory = np.stack([codes % problem.types, codes // problem.types % 2, codes // problem.types // 2], axis=1)
@@ -129,11 +129,11 @@ def _most_replicas(problem: Problem, type_: int) -> int:
 def _graph(problem: Problem, keys: Keys, *, used: Ints, counts: Ints, moves: Moves) -> Graph:
     """Sort the moves, (node, node before) per type and replicas, into options. Cost: O(options log options)."""
     most = problem.accelerators if problem.num_stages is None else problem.num_stages
-    live = np.minimum(problem.inflight, problem.microbatches)
+    inflight = np.minimum(problem.inflight, problem.microbatches)
     columns = []
     for key, (type_, replicas, flag) in enumerate(keys.time.tolist()):
         target, before = (part[used[moves[type_, replicas][0]] <= most] for part in moves[type_, replicas])
-        code = (-(-live[used[target]] // replicas) * 2 + flag) * problem.types + type_
+        code = (-(-inflight[used[target]] // replicas) * 2 + flag) * problem.types + type_
         columns.append(np.stack([target, before, np.full(len(target), key), np.searchsorted(keys.codes, code)]))
     table = np.concatenate(columns, axis=1)
     table = table[:, np.argsort(table[0], kind="stable")]

@@ -1,4 +1,4 @@
-"""The least fill Φ under thresholds on the steady term and on the update, by two programmes under the same limits.
+"""The least fill Φ under thresholds on the steady term and the optimizer step, by two programmes under them.
 
 `relaxed` finds the least Φ when stages may take accelerators of any type at a charge per type (a Lagrangian bound,
 exact for one type or a chain); `exact`, dearer, runs over the numbers used of each type, in what that bound leaves

@@ -44,11 +44,11 @@ def _counts(problem: Problem) -> str:
 
 
 def _one_layer(problem: Problem) -> str:
-    """A layer that fits nowhere even alone, with as few live micro-batches as any stage has."""
-    live = int(np.minimum(problem.inflight[1 : problem.accelerators + 1], problem.microbatches).min())
+    """A layer that fits nowhere even alone, with as few in-flight micro-batches as any stage has."""
+    inflight = int(np.minimum(problem.inflight[1 : problem.accelerators + 1], problem.microbatches).min())
     there = np.flatnonzero(problem.counts)
     most = min(problem.max_replicas, int(problem.counts.max()))
-    share = -(-live // most)
+    share = -(-inflight // most)
     whole = share * problem.stash_bytes
     again = share * problem.input_bytes + problem.stash_bytes
     kept = {"never": whole, "always": again, "allowed": np.minimum(whole, again)}[problem.recompute]
@@ -74,10 +74,10 @@ def _together(problem: Problem, tables: Tables) -> str:
     def allowed(extra: int) -> bool:
         return feasible(with_extra(extra), steady=math.inf, update=math.inf)
 
-    live = int(np.minimum(problem.inflight, problem.microbatches).max())
+    inflight = int(np.minimum(problem.inflight, problem.microbatches).max())
     high = int(
         problem.weights_bytes.sum()
-        + (live + 1) * (problem.stash_bytes.sum() + problem.input_bytes.max())
+        + (inflight + 1) * (problem.stash_bytes.sum() + problem.input_bytes.max())
         + problem.overhead.max()
     )
     if not allowed(high):

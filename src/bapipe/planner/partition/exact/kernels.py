@@ -42,7 +42,7 @@ class Net(NamedTuple):
     time: Any
     """time key of an option: type, replicas, whether it recomputes"""
     memory: Any
-    """memory key of an option: type, whether it recomputes, live micro-batches"""
+    """memory key of an option: type, whether it recomputes, in-flight micro-batches"""
     source: Any
     """nodes that use nothing"""
     final: Any
@@ -61,7 +61,7 @@ class KernelCosts(NamedTuple):
     rounds: Any
     """[time key] ⌈M/r⌉ − 1"""
     step: Any
-    """[time key, position] prefix sums of all-reduce and update"""
+    """[time key, position] prefix sums of all-reduce and optimizer step"""
     rounds_of: Any
     """[r] ⌈M/r⌉ − 1"""
     link: Any
@@ -112,7 +112,7 @@ def reach_memory(
     inputs: Any,
     least_input: int,
     room: Any,
-    live: Any,
+    inflight: Any,
     again: Any,
     memory: Any,
 ) -> None:
@@ -121,8 +121,8 @@ def reach_memory(
     far, outer, near = memory
     for key in range(len(room)):
         row = key * width
-        depth = 1 if again[key] else live[key]
-        held = live[key] * least_input if again[key] else 0
+        depth = 1 if again[key] else inflight[key]
+        held = inflight[key] * least_input if again[key] else 0
         free = room[key] - held
         j = 0
         for i in range(width):
@@ -134,7 +134,7 @@ def reach_memory(
             far[row + i] = j
         if again[key]:
             for i in range(last):
-                free = room[key] - live[key] * inputs[i]
+                free = room[key] - inflight[key] * inputs[i]
                 low = i
                 high = outer[row + i]
                 while low < high:

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from bapipe.costs.stage_memory import HeldBytes
 from bapipe.errors import BaPipeError, InfeasibleError
-from bapipe.schedule.inflight import live_microbatches
+from bapipe.schedule.inflight import inflight_microbatches
 
 __all__ = ["UNLIMITED", "Choice", "Communication", "PartitionStage", "Problem", "Recompute", "Solution", "score"]
 
@@ -74,9 +74,9 @@ class Problem:
     weights_bytes: NDArray[np.int64]
     """[layer] weights, gradients and optimizer state together"""
     stash_bytes: NDArray[np.int64]
-    """[layer] kept per live micro-batch for backward"""
+    """[layer] kept per in-flight micro-batch for backward"""
     input_bytes: NDArray[np.int64]
-    """[layer] what enters the layer, kept per live micro-batch if its stage recomputes and starts there"""
+    """[layer] what enters the layer, kept per in-flight micro-batch if its stage recomputes and starts there"""
     gradient_bytes: NDArray[np.int64]
     """[layer] all-reduced between the replicas of a stage"""
     capacity: NDArray[np.int64]
@@ -84,9 +84,9 @@ class Problem:
     overhead: NDArray[np.int64]
     """[type] memory that is taken whatever runs"""
     microbatches: int
-    """M, in a mini-batch, all replicas together"""
+    """M, in a global batch, all replicas together"""
     inflight: NDArray[np.int64]
-    """[d] micro-batches live at a stage with d accelerators from it to the end of the pipeline, itself included;
+    """[d] in-flight micro-batches at a stage with d accelerators from it to the pipeline's end, itself included;
     a replica of r holds ⌈min(M, inflight[d]) / r⌉. Entry 0 is not used"""
     max_replicas: int = 1
     reduce_rate: NDArray[np.float64]
@@ -128,7 +128,7 @@ class Problem:
             **dict.fromkeys(("weights_bytes", "stash_bytes", "input_bytes", "gradient_bytes"), zeros),
             "capacity": np.full(types, UNLIMITED),
             "overhead": np.zeros(types),
-            "inflight": [live_microbatches("1f1b", d, microbatches) for d in range(int(np.sum(counts)) + 1)],
+            "inflight": [inflight_microbatches("1f1b", d, microbatches) for d in range(int(np.sum(counts)) + 1)],
             "reduce_rate": np.zeros(rest.get("max_replicas", 1) + 1),
             "update": np.zeros((types, layers)),
         }
@@ -181,7 +181,7 @@ class Solution:
 
     stages: tuple[PartitionStage, ...]
     objective: float
-    """T, seconds per mini-batch"""
+    """T, seconds per global batch"""
     fill: float
     """Φ"""
     steady: float
@@ -270,8 +270,8 @@ def _stage(problem: Problem, choice: Choice, accelerators: int) -> PartitionStag
     span = slice(choice.first_layer, choice.last_layer + 1)
     forward = float(problem.forward[choice.type, span].sum())
     backward = float(problem.backward[choice.type, span].sum())
-    live = min(problem.microbatches, int(problem.inflight[accelerators]))
-    live = -(-live // choice.replicas)
+    inflight = min(problem.microbatches, int(problem.inflight[accelerators]))
+    inflight = -(-inflight // choice.replicas)
     if choice.recompute:
         backward += forward
     needed = HeldBytes(
@@ -286,7 +286,7 @@ def _stage(problem: Problem, choice: Choice, accelerators: int) -> PartitionStag
         **{field.name: getattr(choice, field.name) for field in fields(Choice)},
         forward=forward,
         backward=backward,
-        memory=int(needed.held(1, live, recompute=choice.recompute)),
+        memory=int(needed.held(1, inflight, recompute=choice.recompute)),
     )
 
 
@@ -351,8 +351,10 @@ def _check(problem: Problem) -> None:
                 f"{got} of {len(problem.order)}; match it to counts"
             )
     heaviest = int(problem.weights_bytes.sum()) + int(problem.overhead.max())
-    live = min(problem.microbatches, int(problem.inflight.max())) * (
+    inflight = min(problem.microbatches, int(problem.inflight.max())) * (
         float(problem.stash_bytes.sum()) + float(problem.input_bytes.max())
     )
-    if heaviest + live > 2**62:
-        raise BaPipeError(f"bytes of all layers must stay under 2**62, got {heaviest + live:.3g}; check the units")
+    if heaviest + inflight > 2**62:
+        raise BaPipeError(
+            f"bytes of all layers must stay under 2**62, got {heaviest + inflight:.3g}; check the units"
+        )

@@ -23,7 +23,7 @@ from bapipe.planner.partition.exact.problem import Problem
 __all__ = ["MAX_NODES", "Fine", "Tables", "prepare", "reach"]
 
 MAX_NODES = 2_000_000
-"""numbers of accelerators of each type that are told apart; beyond, only the relaxation is used"""
+"""numbers of accelerators of each type that are distinguished; beyond, only the relaxation is used"""
 
 Ints = NDArray[np.int64]
 
@@ -74,7 +74,7 @@ def prepare(problem: Problem, *, backend: Backend) -> Tables:
     """Return a problem's tables. Cost: O(options log options + memory keys · L log L).
 
     Options are at most nodes · types · replicas, twice that with recomputation; memory keys are the different
-    (type, recompute, live micro-batches) there are.
+    (type, recompute, in-flight micro-batches) there are.
     """
     hold, types, width = backend.hold, problem.types, problem.layers + 1
     keys = make_keys(problem)
@@ -135,7 +135,7 @@ def _net(graph: Graph, backend: Backend) -> Net:
 
 def reach(problem: Problem, keys: Keys, *, backend: Backend, extra: int = 0) -> Memory:
     """Return how far stages may reach for memory's sake, if every accelerator had `extra` bytes more."""
-    type_, again, live = keys.memory.T
+    type_, again, inflight = keys.memory.T
     width = problem.layers + 1
     memory = Memory(*(backend.positions(len(type_) * width) for _ in range(3)))
     backend.call(
@@ -146,7 +146,7 @@ def reach(problem: Problem, keys: Keys, *, backend: Backend, extra: int = 0) -> 
         backend.hold(problem.input_bytes),
         int(problem.input_bytes.min()),
         backend.hold(problem.capacity[type_] - problem.overhead[type_] + extra),
-        backend.hold(live),
+        backend.hold(inflight),
         backend.hold(again),
         memory,
     )

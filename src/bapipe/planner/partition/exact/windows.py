@@ -1,4 +1,4 @@
-"""What thresholds on the steady term and on the update leave of the states: the cheapest of the programmes."""
+"""What thresholds on the steady term and the optimizer step leave of the states: the cheapest programme."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from bapipe.planner.partition.paper.coarse_grained import coarse_grained, commun
 from bapipe.planner.partition.paper.inter_layer import ideal_time, inter_layer
 from bapipe.planner.partition.paper.intra_layer import intra_layer
 from bapipe.planner.partition.paper.memory_tuning import fit_memory
+from bapipe.planner.partition.paper.stage_cuts import Cuts, prefix_work, stage_times
 from bapipe.planner.partition.paper.step_record import Step
-from bapipe.planner.partition.paper.straight_cuts import Cuts, prefix_work, stage_times
+from bapipe.planner.tuning import DEFAULT_TUNING
 from bapipe.units import format_bytes, format_seconds
 
 __all__ = ["Balanced", "balanced_partition"]
@@ -39,6 +40,7 @@ def balanced_partition(
     memory_of: Callable[[Chain], Callable[[Cuts], Sequence[float]]],
     capacity: Sequence[float],
     split_layers: bool = True,
+    slices: int = DEFAULT_TUNING.slices,
 ) -> Balanced:
     """Section "Balanced Partition": inter-layer, then coarse-grained or intra-layer, then memory fine-tuning."""
     prefix = prefix_work(chain)
@@ -83,7 +85,7 @@ def balanced_partition(
     else:
         steps.append(Step(name="coarse-grained", ran=False, numbers="communication is hidden", change="skipped"))
         if split_layers:
-            finer, split_cuts = intra_layer(chain, rows, cuts, transfer_of)
+            finer, split_cuts = intra_layer(chain, rows, cuts, transfer_of, slices)
             after = max(stage_times(prefix_work(finer), rows, split_cuts))
             change = _changed(chain, cuts, finer, split_cuts)
             numbers = f"longest stage {format_seconds(longest)} -> {format_seconds(after)}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from bapipe.costs.segments import Chain
 from bapipe.errors import BaPipeError
 from bapipe.planner.partition.paper.inter_layer import inter_layer
-from bapipe.planner.partition.paper.straight_cuts import Cuts, prefix_work, stage_times
+from bapipe.planner.partition.paper.stage_cuts import Cuts, prefix_work, stage_times
 
 __all__ = ["coarse_grained", "communication_bound"]
 

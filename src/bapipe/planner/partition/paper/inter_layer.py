@@ -8,7 +8,7 @@ import numpy as np
 
 from bapipe.costs.segments import Chain
 from bapipe.errors import BaPipeError
-from bapipe.planner.partition.paper.straight_cuts import Cuts, hill_climb, prefix_work, stage_times
+from bapipe.planner.partition.paper.stage_cuts import Cuts, hill_climb, prefix_work, stage_times
 
 __all__ = ["ideal_time", "inter_layer"]
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from bapipe.costs.segments import Chain, make_chain
-from bapipe.planner.partition.paper.straight_cuts import Cuts, hill_climb, prefix_work, stage_times, starts
+from bapipe.planner.partition.paper.stage_cuts import Cuts, hill_climb, prefix_work, stage_times, starts
+from bapipe.planner.tuning import DEFAULT_TUNING
 
-__all__ = ["SLICES", "intra_layer", "refine", "translate"]
+__all__ = ["intra_layer", "refine", "translate"]
 
-SLICES = 16
-"""slices a boundary layer is tried in: a stage's share of it is a multiple of 1/16, or of a channel"""
 _TIMED = 2
 """parts in which profiles time a layer"""
 
 
-def refine(chain: Chain, layers: Sequence[int]) -> Chain:
-    """The chain with these layers, where they may be split, cut into slices.
+def refine(chain: Chain, layers: Sequence[int], slices: int = DEFAULT_TUNING.slices) -> Chain:
+    """The chain with these layers, where they may be split, cut into so many slices.
 
     Output channels only as they were timed, if they were: a library picks another kernel for another number of
     them, and three quarters of a convolution may take longer than all of it.
@@ -24,7 +23,7 @@ def refine(chain: Chain, layers: Sequence[int]) -> Chain:
     timed = any(chain.profile.table(name).part_forward is not None for name in chain.types)
     splits = {layer: chain.profile.layers[layer].split for layer in layers}
     split = {
-        layer: _TIMED if timed and rule.by == "output channels" else SLICES
+        layer: _TIMED if timed and rule.by == "output channels" else slices
         for layer, rule in splits.items()
         if rule is not None
     }
@@ -38,7 +37,11 @@ def translate(cuts: Cuts, chain: Chain, finer: Chain) -> Cuts:
 
 
 def intra_layer(
-    chain: Chain, rows: Sequence[int], cuts: Cuts, transfer_of: Callable[[Chain], Callable[[int], float]]
+    chain: Chain,
+    rows: Sequence[int],
+    cuts: Cuts,
+    transfer_of: Callable[[Chain], Callable[[int], float]],
+    slices: int = DEFAULT_TUNING.slices,
 ) -> tuple[Chain, Cuts]:
     """Balance further by moving slices of the layers next to each cut, transfers within the longest stage.
 
@@ -47,7 +50,7 @@ def intra_layer(
     beside = {chain.units[cut].layer for cut in cuts[:-1]} | {
         chain.units[first].layer for first in starts(cuts)[1:]
     }
-    finer = refine(chain, sorted(beside))
+    finer = refine(chain, sorted(beside), slices)
     if len(finer) == len(chain):
         return chain, cuts
     prefix, transfer = prefix_work(finer), transfer_of(finer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bapipe.planner.partition.paper.straight_cuts import Cuts, hill_climb
+from bapipe.planner.partition.paper.stage_cuts import Cuts, hill_climb
 
 __all__ = ["fit_memory"]
 

@@ -7,7 +7,7 @@ import pytest
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import capped, interleaved, make_schedule, with_update
-from bapipe.schedule.replicas import side_by_side
+from bapipe.schedule.replicas import replicated_pipelines
 from bapipe.schedule.validate import require_valid
 from bapipe.schedule.zero_bubble import zb_h1, zero_bubble
 from bapipe.simulator.simulate import Costs, simulate
@@ -57,7 +57,7 @@ def test_their_sums_come_before_their_updates() -> None:
 )
 def test_others_are_refused(pipelines: list[Schedule], message: str) -> None:
     with pytest.raises(BaPipeError, match=message):
-        side_by_side(pipelines)
+        replicated_pipelines(pipelines)
 
 
 def test_replicas_of_zero_bubble_orders_are_alike() -> None:

@@ -1,4 +1,4 @@
-"""Straight partitions as cuts: what every partition step shares.
+"""Partitions without replicas as cuts: what every partition step shares.
 
 `cuts[i]` is the last unit of stage i; the last entry is always the last unit. `rows[i]` is stage i's row in the
 chain's time arrays.

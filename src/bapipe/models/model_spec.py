@@ -1,0 +1,97 @@
+"""MODEL of the command line: what a text names. The one place that knows every way to name a model.
+
+Nothing is read or imported here: the reader of each kind does that (`costs.resolve_model` for costs,
+`torch.inputs.build_model` for a module).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from bapipe.errors import BaPipeError, nearest
+from bapipe.models.builtin import BUILTIN_NAMES, Argument, is_builtin
+from bapipe.models.layers import ModelRef
+
+__all__ = ["ZOO", "ModelSpec", "model_ref", "parse_arguments", "parse_model_spec"]
+
+ZOO = {
+    "vgg16": "bapipe.torch.zoo.vgg:build_vgg16",
+    "resnet50": "bapipe.torch.zoo.resnet:build_resnet50",
+    "gnmt-8": "bapipe.torch.zoo.gnmt:build_gnmt",
+    "gpt": "bapipe.torch.zoo.gpt:build_gpt",
+    "unet": "bapipe.torch.zoo.unet:build_unet",
+}
+"""PyTorch modules by name; gnmt-L works for every even L of at least 4"""
+_CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_GNMT = re.compile(r"gnmt-?([0-9]{1,4})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What a text names where costs are asked for."""
+
+    text: str
+    kind: Literal["builtin", "profile", "layer table", "graph", "code"]
+    """a table by name, profile.json, a TOML layer table, PipeDream's graph.txt, or a function that builds a
+    module"""
+
+
+def parse_model_spec(text: str) -> ModelSpec:
+    """What the text names, by its form alone; refuses what has none of the forms."""
+    text = text.strip()
+    lower = text.lower()
+    if lower.endswith(".json"):
+        return ModelSpec(text=text, kind="profile")
+    if lower.endswith(".toml"):
+        return ModelSpec(text=text, kind="layer table")
+    if lower.endswith(".txt"):
+        return ModelSpec(text=text, kind="graph")
+    if is_builtin(text):
+        return ModelSpec(text=text, kind="builtin")
+    if _CALLABLE.fullmatch(text) or lower in ZOO:
+        return ModelSpec(text=text, kind="code")
+    raise BaPipeError(
+        f"unknown model '{text[:60]}'{nearest(text, BUILTIN_NAMES)}; give a built-in name "
+        f"({', '.join(BUILTIN_NAMES)}), a profile.json, a layer table .toml, a .graph.txt or "
+        "package.module:function"
+    )
+
+
+def model_ref(text: str, args: Mapping[str, Argument] | None = None) -> ModelRef:
+    """The function that builds the module which the text names: its own, or that of a model of the zoo."""
+    text = text.strip()
+    lower, given = text.lower(), dict(args or {})
+    match = _GNMT.fullmatch(lower)
+    if match:
+        return ModelRef(name=text, ref=ZOO["gnmt-8"], args={"layers": int(match[1]), **given})
+    if lower in ZOO:
+        return ModelRef(name=lower, ref=ZOO[lower], args=given)
+    if ":" in text:
+        return ModelRef(name=text.partition(":")[2], ref=text, args=given)
+    raise BaPipeError(
+        f"unknown model '{text[:60]}'{nearest(text, ZOO)}; give package.module:function or {', '.join(ZOO)}"
+    )
+
+
+def parse_arguments(texts: Sequence[str]) -> dict[str, Argument]:
+    """key=value texts; whole numbers, numbers, true and false become what they look like."""
+    found: dict[str, Argument] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise BaPipeError(f"an argument looks like key=value, got '{text[:60]}'")
+        found[key] = _plain(value)
+    return found
+
+
+def _plain(text: str) -> Argument:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text

@@ -1,0 +1,28 @@
+"""How the planner works: its passes, in order. Each reads the search's state and adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bapipe.planner.passes.choose_sizes import choose_sizes
+from bapipe.planner.passes.estimates import estimate_alternatives
+from bapipe.planner.passes.every_cut import compare_every_cut
+from bapipe.planner.passes.paper_steps import record_paper_steps
+from bapipe.planner.passes.reorder import reorder_pipelines
+from bapipe.planner.passes.replicate import replicate_pipelines
+from bapipe.planner.passes.require_plan import require_plan
+from bapipe.planner.passes.try_sizes import try_sizes
+from bapipe.planner.state import SearchState
+
+__all__ = ["PASSES"]
+
+PASSES: tuple[Callable[[SearchState], None], ...] = (
+    choose_sizes,  # the micro-batch sizes to search
+    try_sizes,  # at each, data parallelism and under each schedule every partition: the best of every family
+    reorder_pipelines,  # zero-bubble orders made for the best pipelines' times
+    replicate_pipelines,  # PP × DP of pipelines that are planned for a share of the accelerators
+    require_plan,  # from here on something fits; else says what would help
+    estimate_alternatives,  # ZeRO-1, FSDP and tensor slicing by formula
+    compare_every_cut,  # brute force over the plan's cuts
+    record_paper_steps,  # the paper's exploration, where it is to be explained
+)

@@ -1,0 +1,16 @@
+"""Pass: what BaPipe does not run, by formula."""
+
+from __future__ import annotations
+
+from bapipe.planner.data_parallel import analytic_alternatives
+from bapipe.planner.state import SearchState
+
+__all__ = ["estimate_alternatives"]
+
+
+def estimate_alternatives(state: SearchState) -> None:
+    """Add time and memory of ZeRO-1, FSDP and tensor slicing at the plan's micro-batch size."""
+    if state.paper:
+        return
+    chain = state.best.candidate.chain
+    state.estimates = tuple(analytic_alternatives(chain, state.hardware, state.minibatch // chain.microbatch))

@@ -1,0 +1,53 @@
+"""Pass: PP × DP of whole pipelines, each planned for its share of the accelerators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bapipe.errors import BaPipeError
+from bapipe.planner.evaluate import Evaluation, evaluate
+from bapipe.planner.hybrids import copies_of, numbers_of_copies
+from bapipe.planner.passes.choose_sizes import choose_sizes
+from bapipe.planner.passes.reorder import reorder_pipelines
+from bapipe.planner.passes.try_sizes import try_sizes
+from bapipe.planner.request import microbatch_sizes
+from bapipe.planner.state import SearchState
+
+__all__ = ["replicate_pipelines"]
+
+_REPLICATED = ("1f1b-sno", "1f1b-so", "1f1b", "zb", "zb-h1", "zb-h2")
+"""schedules that run in several replicas of a pipeline"""
+
+
+def replicate_pipelines(state: SearchState) -> None:
+    """Add replicas of the best pipelines of a half, a third, … of the accelerators and of the global batch."""
+    request = state.request
+    free = request.stages is None and request.strategy == "exact" and not state.paper
+    if not free or request.schedule not in (None, *_REPLICATED) or not state.thorough(len(state.profile.layers)):
+        return
+    for number in numbers_of_copies(state.cluster):
+        if state.minibatch % number:
+            continue
+        for evaluation in _pipelines_of_share(state, number):
+            for candidate in copies_of(evaluation.candidate, number, state.cluster):
+                family = f"{candidate.schedule.name}, hybrid"
+                state.incumbents.add(family, evaluate(candidate, state.hardware))
+
+
+def _pipelines_of_share(state: SearchState, number: int) -> list[Evaluation]:
+    """The best pipelines of the first of so many equal parts of the cluster; [] where it cannot be planned."""
+    cluster, minibatch = state.cluster, state.minibatch // number
+    part = replace(cluster, accelerators=cluster.accelerators[: len(cluster) // number])
+    request = replace(state.request, minibatch=minibatch, stages=len(part))
+    try:
+        sizes = tuple(microbatch_sizes(state.profile, part, request, minibatch))
+        share = state.narrowed(request, sizes=sizes, cluster=part)
+        for run in (choose_sizes, try_sizes, reorder_pipelines):
+            run(share)
+    except BaPipeError:
+        return []
+    return [
+        evaluation
+        for evaluation in share.incumbents.ranked()[: state.tuning.replicated_pipelines]
+        if evaluation.short is None and evaluation.candidate.schedule.name in _REPLICATED
+    ]

@@ -1,0 +1,137 @@
+"""Pass: every candidate of every micro-batch size, by passes over one size each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bapipe.errors import BaPipeError
+from bapipe.planner.data_parallel import at_minibatch, data_parallel_candidate
+from bapipe.planner.evaluate import Candidate
+from bapipe.planner.intra_layer_cuts import splits_everywhere
+from bapipe.planner.passes.family_passes import FAMILY_PASSES, FamilyScope, SharedPartitions, reuse_cuts
+from bapipe.planner.pipelines import Family, families_for, interleaved_candidate
+from bapipe.planner.request import Request
+from bapipe.planner.state import SearchState, SizeScope
+
+__all__ = ["SIZE_PASSES", "try_sizes"]
+
+
+def try_sizes(state: SearchState) -> None:
+    """Add the best of every family of schedules over all chosen micro-batch sizes, each simulated."""
+    for size in state.tried_sizes:
+        scope = state.scope(size)
+        for run in SIZE_PASSES:
+            run(state, scope)
+
+
+def try_data_parallelism(state: SearchState, scope: SizeScope) -> None:
+    """Add data parallelism, with gradient accumulation where the global batch asks for it."""
+    request, chain = scope.request, scope.chain
+    wanted = request.schedule in (None, "data-parallel") and request.strategy in ("exact", "bapipe", "dp")
+    if not wanted or request.stages not in (None, 1):
+        return
+    if state.paper:
+        state.consider("data-parallel", data_parallel_candidate(chain, state.hardware, 1))
+        return
+    whole = at_minibatch(chain, state.hardware, state.minibatch)
+    if whole is not None:
+        plain = whole.schedule.num_microbatches == len(state.cluster)
+        state.consider("data-parallel" if plain else "data-parallel, accumulated", whole)
+
+
+def try_pipelines(state: SearchState, scope: SizeScope) -> None:
+    """Add pipelines under every family of schedules, of the depth that is asked for or of any.
+
+    A family that already beats what this size allows is left out.
+    """
+    if not _wants_pipelines(scope.request):
+        return
+    families = _families(state, scope.request)
+    shared = SharedPartitions.of(state, scope)
+    for name, family in families.items():
+        if state.incumbents.beats(name, scope.bound):
+            continue
+        own = FamilyScope(size=scope, name=name, family=family, shared=shared)
+        if reuse_cuts(state, own):
+            continue
+        for run in FAMILY_PASSES:
+            run(state, own)
+    _try_interleaving(state, scope)
+
+
+def try_every_depth(state: SearchState, scope: SizeScope) -> None:
+    """Add pipelines of each depth where every layer may be split.
+
+    Split layers make other depths worth while than whole ones, and the exact partition offers one depth.
+    """
+    request, chain = scope.request, scope.chain
+    if not _wants_pipelines(request) or request.stages is not None:
+        return
+    if not splits_everywhere(chain, state.hardware, request, state.tuning):
+        return
+    for depth in range(min(len(state.cluster), len(chain)), 0, -1):
+        best = state.incumbents.best
+        if best is not None and best.time <= state.perfect_time(chain, depth):
+            break
+        try_pipelines(state, replace(scope, request=replace(request, stages=depth)))
+
+
+SIZE_PASSES = (try_data_parallelism, try_pipelines, try_every_depth)
+"""what is tried at each micro-batch size, in this order"""
+
+
+def _wants_pipelines(request: Request) -> bool:
+    return request.strategy != "dp" and request.schedule != "data-parallel"
+
+
+def _schedule_of(request: Request) -> str | None:
+    return "gpipe" if request.strategy == "gpipe" else request.schedule
+
+
+def _families(state: SearchState, request: Request) -> dict[str, Family]:
+    """The families that are asked for and that the accelerators allow; refuses a schedule of none."""
+    wanted = _schedule_of(request)
+    known = families_for(state.cluster, paper=state.paper, wanted=wanted, cap=request.cap)
+    families = {name: family for name, family in known.items() if wanted in (None, family.schedule)}
+    if not families and wanted != "interleaved":
+        where = " in the space of the paper" if state.paper else ""
+        raise BaPipeError(
+            f"schedule {wanted} does not suit these accelerators{where}; known here: {', '.join(known)}"
+        )
+    return families
+
+
+def _try_interleaving(state: SearchState, scope: SizeScope) -> None:
+    """Add interleaved 1F1B of two or three stages per accelerator.
+
+    Where neither fits, with recomputation and up to four: the more stages, the less memory one needs.
+    """
+    request, wanted = scope.request, _schedule_of(scope.request)
+    forced = wanted == "interleaved"
+    if state.paper or request.strategy != "exact" or not (forced or (wanted is None and request.stages is None)):
+        return
+    ranks = request.stages or len(state.cluster)
+    if state.incumbents.beats("interleaved", scope.bound) or ranks < 2:
+        return
+    if scope.microbatches < ranks and not forced:
+        return
+    made: list[Candidate] = []
+    for virtual in (2, 3, 4):
+        try:
+            made.append(
+                interleaved_candidate(
+                    scope.chain, state.hardware, scope.microbatches, ranks=ranks, virtual=virtual
+                )
+            )
+        except BaPipeError:
+            if forced and virtual == 2:
+                raise
+            break
+    for candidate in made[:2]:
+        state.consider("interleaved", candidate)
+    held = state.incumbents.by_family.get("interleaved")
+    if held is None or held.short is not None:
+        for candidate in made:
+            again = tuple(replace(stage, recompute=True) for stage in candidate.stages)
+            label = f"{candidate.label}, recomputing"
+            state.consider("interleaved with recomputation", replace(candidate, stages=again, label=label))

@@ -1,0 +1,135 @@
+"""What a search knows: the question, and what its passes have added so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from bapipe.costs.profile import Profile
+from bapipe.costs.segments import Chain, make_chain
+from bapipe.costs.stage_time import UnitSeconds
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner.data_parallel import Estimate
+from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, evaluate
+from bapipe.planner.incumbents import Incumbents
+from bapipe.planner.partition.paper.inter_layer import ideal_time
+from bapipe.planner.partition.paper.step_record import Step
+from bapipe.planner.request import Request
+from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
+
+__all__ = ["SearchState", "SizeScope", "ideal_seconds"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SizeScope:
+    """One micro-batch size, at one depth or at any: what its candidates have in common."""
+
+    chain: Chain
+    microbatches: int
+    request: Request
+    """as asked, with the depth at hand as `stages`"""
+    bound: float
+    """seconds that no candidate of this size can beat"""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SearchState:
+    """The question of one search, which stays, and its answer, which each pass completes."""
+
+    profile: Profile
+    hardware: Hardware
+    request: Request
+    minibatch: int
+    """samples of one optimizer step, all accelerators together"""
+    sizes: tuple[int, ...]
+    """micro-batch sizes that the profile and the global batch allow"""
+    tuning: Tuning = DEFAULT_TUNING
+    explain: bool = False
+    """whether the paper's exploration is recorded too"""
+
+    chains: dict[int, Chain] = field(default_factory=dict)
+    """the segments and their costs by micro-batch size, each made once"""
+    tried_sizes: tuple[int, ...] = ()
+    """micro-batch sizes that are searched, the most promising first; `choose_sizes` sets it"""
+    incumbents: Incumbents = field(init=False)
+    """the best evaluation of every family, with its timeline and memory, and how many were simulated"""
+    estimates: tuple[Estimate, ...] = ()
+    """alternatives that BaPipe does not run; `estimate_alternatives` sets it"""
+    fastest_cut: Evaluation | None = None
+    """the fastest of all cuts of the best plan's depth; `compare_every_cut` sets it where that is little work"""
+    paper_steps: tuple[Step, ...] = ()
+    """how the paper's best partition came about; `record_paper_steps` sets it"""
+
+    def __post_init__(self) -> None:
+        self.incumbents = Incumbents(self.tuning)
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.hardware.cluster
+
+    @property
+    def paper(self) -> bool:
+        """Whether the search keeps to the space of the paper."""
+        return self.request.space == "paper"
+
+    @property
+    def best(self) -> Evaluation:
+        """The plan so far; only asked for once there is one (`require_plan`)."""
+        best = self.incumbents.best
+        assert best is not None
+        return best
+
+    def thorough(self, layers: int) -> bool:
+        """Whether a problem of so many layers is small enough to try more than the exact partition."""
+        return layers * len(self.cluster) <= self.tuning.thorough_size
+
+    def chain(self, size: int) -> Chain:
+        """The segments at a micro-batch size."""
+        if size not in self.chains:
+            self.chains[size] = make_chain(self.profile, _types(self.cluster), size)
+        return self.chains[size]
+
+    def scope(self, size: int) -> SizeScope:
+        """A micro-batch size at the depth that is asked for."""
+        chain = self.chain(size)
+        return SizeScope(
+            chain=chain,
+            microbatches=self.minibatch // size,
+            request=self.request,
+            bound=0.0 if self.paper else self.perfect_time(chain),
+        )
+
+    def perfect_time(self, chain: Chain, depth: int | None = None) -> float:
+        """Seconds that no plan of this micro-batch size, on so many accelerators, beats.
+
+        They split the work perfectly and never communicate.
+        """
+        return self.minibatch / chain.microbatch * ideal_seconds(chain, self.cluster, depth)
+
+    def consider(self, family: str, candidate: Candidate) -> None:
+        """Simulate a candidate unless it was already, and keep it if it is the best of its family."""
+        if self.incumbents.is_new(candidate):
+            self.incumbents.add(family, evaluate(candidate, self.hardware))
+
+    def narrowed(self, request: Request, *, sizes: tuple[int, ...], cluster: Cluster | None = None) -> SearchState:
+        """A search of its own for another request, on the same cluster or a part of it; nothing is found yet."""
+        hardware = self.hardware if cluster is None else replace(self.hardware, cluster=cluster)
+        alike = _types(hardware.cluster) == _types(self.cluster)
+        return SearchState(
+            profile=self.profile,
+            hardware=hardware,
+            request=request,
+            minibatch=request.minibatch or self.minibatch,
+            sizes=sizes,
+            tuning=self.tuning,
+            chains=self.chains if alike else {},
+        )
+
+
+def _types(cluster: Cluster) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(item.type for item in cluster.accelerators))
+
+
+def ideal_seconds(chain: Chain, cluster: Cluster, fastest: int | None = None) -> float:
+    """T of equation (1): seconds per micro-batch if the network could be split perfectly (over the fastest)."""
+    whole = UnitSeconds.of(chain).work.sum(axis=1)
+    return ideal_time(sorted(float(whole[chain.row(item.type)]) for item in cluster.accelerators)[:fastest])

@@ -1,0 +1,77 @@
+"""The planner's tuned constants: where it trades planning time, or memory, for a faster plan.
+
+None of them is a rule of the cost model. Larger limits make the search try more; thresholds say which differences
+are worth acting on. They were chosen by the plans and planning times of benchmarks/planner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DEFAULT_TUNING", "Tuning"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """How much the search tries, and which differences count."""
+
+    thorough_size: int = 5_000
+    """layers · accelerators up to which the exact strategy tries every micro-batch size, the baselines'
+    partitions, replicas under every schedule and PP × DP"""
+    most_types: int = 3
+    """accelerator types that the exact partition orders freely; with more, the cluster's own order is kept"""
+    memory_retries: int = 5
+    """times that the exact partition is solved again with less memory where its answer turns out not to fit"""
+    kept_schedule_size: int = 100_000
+    """stages · micro-batches up to which a schedule is kept for the next candidate of its shape"""
+
+    pipedream_layers: int = 64
+    """layers up to which the exact strategy also tries PipeDream's own dynamic programme"""
+    pipedream_accelerators: int = 16
+    """accelerators up to which it does"""
+
+    as_fast: float = 5e-4
+    """share of the throughput by which two plans may differ and count as equally fast: no prediction is closer"""
+    near_best: float = 1.15
+    """times the best plan's time up to which a hybrid is simulated, and a pipeline gets an order of its own"""
+
+    hybrids_simulated: int = 12
+    """balanced hybrids per micro-batch size that are simulated, the best by the formula"""
+    three_stage_accelerators: int = 16
+    """accelerators up to which balanced hybrids may have three stages"""
+    replicated_pipelines: int = 3
+    """pipelines per number of replicas that PP × DP replicates"""
+
+    worth_deferring: float = 0.01
+    """share of a stage's work that its weight gradients must be for it to pay to defer them"""
+    reordered_pipelines: int = 3
+    """pipelines whose stages get a zero-bubble order made for their times"""
+    order_size: int = 512
+    """stages · micro-batches up to which such orders are made: each takes milliseconds"""
+    layer_orders: int = 60
+    """orders that are made in one search for better cuts between layers"""
+    slice_orders: int = 200
+    """orders that are made in one search for better cuts between slices of layers"""
+    orders_simulated: int = 6
+    """orders of one partition that are simulated, the shortest ones"""
+    order_spare_memory: float = 0.05
+    """share of the memory that such an order leaves free: it fills whatever it may, for little gain, and a stage's
+    memory is not known more closely"""
+    order_gain: float = 1e-4
+    """share of the time that moving a cut must save"""
+    order_worth_memory: float = 5e-3
+    """share of the time that such an order must save to replace zb's usual one, which mostly holds less memory"""
+
+    slices: int = 16
+    """parts in which a layer is tried split: a stage's share of it is a multiple of 1/16, or of a channel"""
+    split_limits: int = 6
+    """limits of the longest stage that are tried where parts of layers cost more than their share"""
+
+    brute_layers: int = 10
+    """layers up to which a plan is compared with every other cut of its depth"""
+    brute_stages: int = 4
+    """stages up to which it is"""
+
+
+DEFAULT_TUNING = Tuning()
+"""what the planner uses unless it is given another"""

@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 4 examples/digits_pipedream.py --out out/digits-pipedream.svg
 
 Four ways to train the same model on the same digits in the same order and with the same learning rate: 1F1B with
-an update per mini-batch of 64; 1F1B with an update per 8, for which the pipeline must drain every time; PipeDream
-with an update per 8, each from weights that are up to N − 1 updates old; and PipeDream with vertical sync.
+an optimizer step per global batch of 64; 1F1B with one per 8, for which the pipeline must drain every time;
+PipeDream with one per 8, each from weights that are up to N − 1 steps old; and PipeDream with vertical sync.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def plan_for(schedule: str, stages: int, *, minibatch: int = 64) -> Plan:
 
 
 def synchronous(built: BuiltModel, plan: Plan, batches: Sequence[Any], rate: float) -> list[float]:
-    """The loss of every mini-batch, with an update after each."""
+    """The loss of every global batch, with an optimizer step after each."""
     pipe = Pipeline(lambda: (built.module, built.args, built.kwargs), plan, built.loss, seed=None)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=rate)
     losses = []
@@ -60,7 +60,7 @@ def synchronous(built: BuiltModel, plan: Plan, batches: Sequence[Any], rate: flo
 def pipedream(
     built: BuiltModel, plan: Plan, batches: Sequence[Any], rate: float, *, vertical_sync: bool
 ) -> tuple[list[float], int]:
-    """The mean loss of every mini-batch, an update after each of its micro-batches; and this rank's versions."""
+    """The mean loss of every global batch, a step after each of its micro-batches; and this rank's versions."""
     pipe = PipeDream(
         lambda: (built.module, built.args, built.kwargs), plan, built.loss, seed=None, vertical_sync=vertical_sync
     )
@@ -83,7 +83,7 @@ def smooth(curve: Sequence[float], at: int) -> float:
 
 
 def draw(curves: dict[str, list[float]], samples: int) -> Chart:
-    """Loss against samples seen, each the mean of the last ten mini-batches."""
+    """Loss against samples seen, each the mean of the last ten global batches."""
     count = max(len(curve) for curve in curves.values())
     across = Scale(low=0, high=count * samples, start=46, end=WIDTH - 20)
     # A curve that leaves the first loss behind upwards has diverged; it is cut off at the top.
@@ -104,7 +104,7 @@ def draw(curves: dict[str, list[float]], samples: int) -> Chart:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=112, help="mini-batches of 64; 28 are an epoch")
+    parser.add_argument("--steps", type=int, default=112, help="global batches of 64; 28 are an epoch")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--out", type=Path, help="write the curves as an SVG")
     options = parser.parse_args()
@@ -127,14 +127,14 @@ def main() -> None:
         for piece in zip(inputs.split(small.minibatch), targets.split(small.minibatch), strict=True)
     ]
     curves = {
-        f"1f1b, an update per {plain.minibatch}": synchronous(fresh(), plain, batches, rate),
-        f"1f1b, an update per {small.minibatch}": means(
+        f"1f1b, a step per {plain.minibatch}": synchronous(fresh(), plain, batches, rate),
+        f"1f1b, a step per {small.minibatch}": means(
             synchronous(fresh(), small, pieces, rate), plain.minibatch // small.minibatch
         ),
     }
     held: dict[str, list[int]] = {}
     for vertical_sync, words in ((False, ""), (True, ", vertical sync")):
-        name = f"PipeDream, an update per {endless.microbatch_size}{words}"
+        name = f"PipeDream, a step per {endless.microbatch_size}{words}"
         curve, versions = pipedream(fresh(), endless, batches, rate, vertical_sync=vertical_sync)
         curves[name] = curve
         everywhere: list[Any] = [None] * stages

@@ -1,4 +1,4 @@
-"""What the documents show is true: every `$ bapipe …` is run, every Python block too, every example is read."""
+"""What the documents show is true: every command and Python block is run, every example is read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 
+from bapipe.cli import cli
 from bapipe.costs.profile import CostTable, Profile, ProfiledLayer, read_profile
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.models.layer_table import read_layer_table
@@ -24,13 +26,9 @@ from bapipe.records.plan import LayerPart, Plan, PlanStage, Prediction, Rival, r
 from bapipe.records.run_record import read_run
 from bapipe.schedule.schedule_file import LaneFile, ScheduleFile, read_schedule
 from command import bapipe
+from shown_commands import PAGES, Block, blocks, prepare, shell_commands, stand_in
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    page
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
-    for page in ROOT.glob(pattern)
-)
 READERS: dict[str, Callable[[str], object]] = {
     "bapipe.cluster": read_cluster,
     "bapipe.layers": read_layer_table,
@@ -41,25 +39,16 @@ READERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def blocks(kind: str) -> Iterator[tuple[str, str]]:
-    """(page:line, text) of every block of this kind."""
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for match in re.finditer(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            line = text.count("\n", 0, match.start()) + 1
-            yield f"{page.relative_to(ROOT)}:{line}", match[1]
-
-
 def commands() -> Iterator[tuple[str, str, str]]:
     """(page:line, command, output) of every `$ bapipe …` in a console block; others are only for reading."""
-    for where, text in blocks("console"):
-        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+    for block in blocks("console"):
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             command, _, output = part.partition("\n")
             while command.endswith("\\"):
                 more, _, output = output.partition("\n")
                 command = command[:-1] + more
             if command.startswith("bapipe ") and "# not run" not in command:
-                yield where, command, output
+                yield block.where, command, output
 
 
 @pytest.fixture
@@ -97,24 +86,67 @@ def _run(arguments: list[str], folder: Path, variables: dict[str, str]) -> subpr
     )
 
 
-@pytest.mark.parametrize(("where", "text"), [pytest.param(*found, id=found[0]) for found in blocks("python")])
-def test_python(where: str, text: str, folder: Path) -> None:
-    ast.parse(text)
+@pytest.mark.parametrize("block", list(blocks("python")), ids=lambda block: block.where)
+def test_python(block: Block, folder: Path) -> None:
+    ast.parse(block.text)
     result = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, cwd=folder, timeout=300, check=False
+        [sys.executable, "-c", block.text], capture_output=True, text=True, cwd=folder, timeout=300, check=False
     )
-    assert result.returncode == 0, f"{where}: {result.stderr}"
+    assert result.returncode == 0, f"{block.where}: {result.stderr}"
 
 
-def test_the_readmes_shell_blocks_run_one_after_the_other(folder: Path) -> None:
-    found = [text for where, text in blocks("sh") if where.startswith("README.md")]
-    assert found
+QUICK = {"README.md", "docs/guide/compare.md", "docs/guide/mixed.md"}
+"""pages that are run in every test; the options of all are parsed in every test"""
+ONLY_PARSED = ("bapipe slices ", "torchrun --nproc-per-node 4 examples/digits_pipedream.py")
+"""what wants CUDA MPS, or trains for minutes; tests/gpu and tests/distributed run them"""
+
+
+def _pages_with_commands() -> Iterator[object]:
+    for page in dict.fromkeys(block.page for block in blocks("sh")):
+        if page == "README.md" or (page.startswith("docs/") and not page.startswith("docs/benchmarks/")):
+            yield pytest.param(page, marks=[] if page in QUICK else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("page", list(_pages_with_commands()))
+def test_the_shell_blocks_of_a_page_run_one_after_the_other(page: str, tmp_path: Path) -> None:
+    prepare(page, tmp_path)
+    for block in blocks("sh"):
+        for command in shell_commands(block.text) if block.page == page else ():
+            if not command.startswith(ONLY_PARSED):
+                done = _run_line(stand_in(command), tmp_path)
+                assert done.returncode == 0, f"{block.where}: {stand_in(command)}\n{done.stdout}{done.stderr}"
+
+
+def _run_line(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = shlex.split(command)
+    if words[0] == "bapipe":
+        return _run(words[1:], folder, {"NO_COLOR": "1"})
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    for text in found:
-        script = ["bash", "-euo", "pipefail", "-c", text]
-        environment = {**os.environ, "PATH": path, "NO_COLOR": "1"}
-        done = subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{text}\n{done.stderr}"
+    environment = {**os.environ, "PATH": path, "NO_COLOR": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def _every_bapipe_line() -> Iterator[object]:
+    """Also those of console blocks and of blocks that are only for reading."""
+    for block in blocks("sh", "console", ""):
+        for command in shell_commands(block.text):
+            command = command.removeprefix(".venv/bin/")
+            if command.startswith("bapipe "):
+                yield pytest.param(command, id=f"{block.where} {command[:40]}")
+
+
+@pytest.mark.parametrize("command", list(_every_bapipe_line()))
+def test_the_options_of_every_shown_command_exist(command: str) -> None:
+    context = click.Context(cli, info_name="bapipe")
+    name, words = "bapipe", shlex.split(command)[1:]
+    found: click.Command = cli
+    while isinstance(found, click.Group):
+        name, inner, words = found.resolve_command(context, words)
+        assert inner is not None
+        found = inner
+    found.make_context(name, words, parent=context)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

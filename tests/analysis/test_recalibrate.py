@@ -208,7 +208,7 @@ def test_every_size_is_scaled_by_the_stages_ratio_and_the_profile_says_by_what(t
     assert after.source == "hand-written"
     assert after.description == (
         f"made for a test | recalibrated by run {content_hash(record)} of plan {content_hash(plan)} at "
-        "micro-batch 2: forward ×0.500 to ×3.000, backward ×1.500, update ×4.000"
+        "micro-batch 2: forward ×0.500 to ×3.000, backward ×1.500, optimizer step ×4.000"
     )
     write_profile(found.profile, tmp_path / "corrected.json")
     assert read_profile(tmp_path / "corrected.json") == found.profile
@@ -322,7 +322,7 @@ def test_what_cannot_be_corrected_is_said() -> None:
     record = made_run(plan, plan_timeline(plan))
     without = replace(record, events=tuple(event for event in record.events if not event.action.endswith("U")))
     found = recalibrate(plan, without, case.profile())
-    assert found.notes == ("updates are not corrected: the run or the profile has no times of them",)
+    assert found.notes == ("optimizer steps are not corrected: the run or the profile has no times of them",)
     assert found.profile.table("x").update == case.profile().table("x").update
 
     nothing = made_run(plan, replace(plan_timeline(plan), end=plan_timeline(plan).start))

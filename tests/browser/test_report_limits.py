@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from bapipe.costs.resolve_model import load_profile
-from bapipe.hardware.cluster_file import read_cluster, with_link_bandwidth
-from bapipe.planner import Request, explore, make_plan
 from bapipe.reporting.html.document import make_subject, render_report
+from picture_sources import picture_plan
 from report_plans import hostile, planned, run_of
 
 Open = Callable[[Path], Any]
@@ -84,6 +82,27 @@ def test_a_phone_shows_it_without_scrolling_sideways(width: int, open_page: Open
         ".map(e => parseFloat(getComputedStyle(e).fontSize));"
     )
     assert min(sizes) >= 12
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pictures_are_readable_to_their_end(width: int, open_page: Open, with_run: Path) -> None:
+    """Letters keep their size; what does not fit is reached by scrolling in the picture, which says so."""
+    page = open_page(with_run)
+    page.resize(width, 900)
+    pictures = page.script(
+        "return [...document.querySelectorAll('.picture')].map(box => {"
+        "  const svg = box.querySelector('svg'); box.scrollLeft = 1e6;"
+        "  const seen = box.getBoundingClientRect(), drawn = svg.getBoundingClientRect();"
+        "  return {letter: 11 * drawn.width / svg.viewBox.baseVal.width,"
+        "    wide: box.scrollWidth > box.clientWidth + 1,"
+        "    end: drawn.right <= seen.right + 1, hint: getComputedStyle(box, '::before').content !== 'none'};"
+        "});"
+    )
+    assert len(pictures) >= 4
+    for picture in pictures:
+        assert picture["letter"] >= 9.5
+        assert picture["end"]
+        assert picture["wide"] == picture["hint"] == (width < 720)
 
 
 def test_a_frame_of_64_by_512_is_bounded(open_page: Open, big: Path) -> None:
@@ -167,10 +186,7 @@ def test_axe_finds_nothing_serious(name: str, scheme: str, open_page: Open, requ
 
 def test_the_readme_s_screenshot(open_page: Open, folder: Path, tmp_path: Path) -> None:
     """Taken here so that it shows what the report is today; BAPIPE_SCREENSHOTS names the folder to keep it in."""
-    cluster = with_link_bandwidth(read_cluster("4xv100"), 1.6e9)
-    sizes = [2**exponent for exponent in range(8)]
-    profile = load_profile("gnmt-8", types=list(cluster.types.values()), microbatches=sizes)
-    plan = make_plan(explore(profile, cluster, Request(minibatch=2048)))
+    plan, profile = picture_plan()
     (folder / "shot.html").write_text(render_report(make_subject(plan, profile=profile)), encoding="utf-8")
     page = open_page(folder / "shot.html")
     page.emulate(prefers_color_scheme="light")

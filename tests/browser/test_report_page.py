@@ -87,7 +87,7 @@ def test_its_numbers_are_those_of_the_file(open_page: Open, straight: Path) -> N
     assert [row[:2] for row in rows] == [
         [format_seconds(stage["forward"]), format_seconds(stage["backward"])] for stage in plan["stages"]
     ]
-    rows = page.script(cells, "#rivals-table tbody tr")
+    rows = page.script(cells, "#alternatives-table tbody tr")
     assert len(rows) == 1 + len(plan["rivals"])
 
 

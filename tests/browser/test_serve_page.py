@@ -146,7 +146,7 @@ def test_from_the_pick_to_the_download(open_app: Open, tmp_path: Path) -> None:
         assert page.figure(key) == second["prediction"][key]
     answer = page.script("return document.getElementById('answer').innerText;")
     assert format_seconds(second["prediction"]["time"]) in answer
-    rows = page.script("return document.querySelectorAll('#rivals-table tbody tr').length;")
+    rows = page.script("return document.querySelectorAll('#alternatives-table tbody tr').length;")
     assert rows == 1 + len(second["rivals"])
     drawn = page.script("const t = bapipe.view.timelines[0]; return [t.kind.length, bapipe.view.stats.rects];")
     assert drawn[0] >= 2 * len(second["stages"]) * second["microbatches"]
@@ -184,10 +184,10 @@ def test_two_plans_side_by_side(open_app: Open) -> None:
     )
     rows = {row[0][0]: row[1:] for row in cells}
     times = [plan["prediction"]["time"] for plan in (a, b)]
-    assert [cell[1] for cell in rows["time per mini-batch"]] == [*times, times[1] - times[0]]
-    assert rows["time per mini-batch"][2][0].endswith("A is better" if times[0] < times[1] else "B is better")
+    assert [cell[1] for cell in rows["time per global batch"]] == [*times, times[1] - times[0]]
+    assert rows["time per global batch"][2][0].endswith("A is better" if times[0] < times[1] else "B is better")
     assert [cell[0] for cell in rows["asked: schedule"]] == ["1f1b-so", "gpipe", "differs"]
-    assert rows["mini-batch"][2][0] == "same"
+    assert rows["global batch"][2][0] == "same"
     stages = page.script("return [...document.querySelectorAll('#compare-stages-table tbody tr')].length;")
     assert stages == max(len(a["stages"]), len(b["stages"]))
     assert page.script("return document.querySelectorAll('#compare .pair svg').length;") == 6

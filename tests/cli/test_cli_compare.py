@@ -59,7 +59,7 @@ def test_recalibrated_files_predict_what_was_measured(tmp_path: Path) -> None:
     profile, cluster = read_profile(tmp_path / "new.json"), read_cluster(str(tmp_path / "new.toml"))
     assert plan_timeline(predict_again(plan, profile, cluster)).time == pytest.approx(3 * time, rel=1e-9)
     assert "links corrected by run" in (tmp_path / "new.toml").read_text(encoding="utf-8")
-    again = bapipe("plan", "new.json", "--cluster", "new.toml", "--minibatch", "8", "--microbatch", "1",
+    again = bapipe("plan", "new.json", "--cluster", "new.toml", "--global-batch", "8", "--micro-batch", "1",
                    "--stages", "2", "--schedule", "1f1b-sno", "--json", folder=tmp_path)  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["time"] == pytest.approx(3 * time, rel=1e-9)

@@ -20,7 +20,7 @@ EXAMPLES = REPOSITORY / "examples"
 
 def test_json_has_what_other_programs_need() -> None:
     done = bapipe("plan", "gnmt-8", "--cluster", "4xv100", "--stages", "4", "--schedule", "1f1b-so", "--json",
-                  "--minibatch", "256", "--dataset-size", "10000")  # fmt: skip
+                  "--global-batch", "256", "--dataset-size", "10000")  # fmt: skip
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["kind"] == "pipeline"
@@ -109,8 +109,8 @@ MISTAKES = [
     (("vgg16", "--cluster", "4xv100", "--strategy", "exakt"), "did you mean 'exact'"),
     (("vgg16", "--cluster", "4xv100", "--stages", "5"), "the cluster has 4"),
     (("vgg16", "--cluster", "32xv100", "--stages", "32"), "vgg16 has 16; lower --stages"),
-    (("vgg16", "--cluster", "4xv100", "--minibatch", "0"), "--minibatch must be at least 1"),
-    (("vgg16", "--cluster", "4xv100", "--minibatch", "100", "--microbatch", "64"), "no multiple"),
+    (("vgg16", "--cluster", "4xv100", "--global-batch", "0"), "--global-batch must be at least 1"),
+    (("vgg16", "--cluster", "4xv100", "--global-batch", "100", "--micro-batch", "64"), "no multiple"),
     (("vgg16", "--cluster", "4xv100", "--link-bandwidth", "0GB/s"), "must be more than 0"),
     (("vgg16", "--cluster", "4xv100", "--link-bandwidth", "fast"), "must look like"),
     (("vgg16", "--cluster", "4xv100", "--memory-limit", "10MB"), "nothing fits"),
@@ -202,6 +202,16 @@ def test_a_link_without_bandwidth_is_refused(tmp_path: Path) -> None:
 def test_a_small_plan_tells_its_gap_to_brute_force(count: int, tmp_path: Path) -> None:
     write_profile(made_profile({"v100-16": [1.0, 4.0, 1.0, 1.0, 2.0]}), tmp_path / "profile.json")
     done = bapipe("plan", "profile.json", "--cluster", f"{count}xv100", "--stages", str(count), "--json",
-                  "--minibatch", "16", folder=tmp_path)  # fmt: skip
+                  "--global-batch", "16", folder=tmp_path)  # fmt: skip
     notes = json.loads(done.stdout)["notes"]
     assert any("the best of all cuts of this depth" in note for note in notes)
+
+
+def test_a_measured_profile_has_its_own_dtype(tmp_path: Path) -> None:
+    text = (REPOSITORY / "examples" / "tiny-profile.json").read_text(encoding="utf-8")
+    (tmp_path / "profile.json").write_text(text.replace('"fp32"', '"bf16"'), encoding="utf-8")
+    options = ("profile.json", "--cluster", str(REPOSITORY / "examples" / "cluster-two-cpus.toml"))
+    made = bapipe("plan", *options, "--global-batch", "64", "--out", "plan.json", folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert read_plan(tmp_path / "plan.json").dtype == "bf16"
+    assert "is of bf16, asked for fp32" in refused("plan", *options, "--dtype", "fp32", folder=tmp_path)

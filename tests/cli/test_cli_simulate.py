@@ -18,7 +18,7 @@ from bapipe.schedule.schedule_file import read_schedule, write_schedule
 from command import bapipe
 
 BAPIPE = Path(sys.executable).with_name("bapipe")
-SIZES = ["--stages", "4", "--microbatches", "8"]
+SIZES = ["--stages", "4", "--micro-batches", "8"]
 COSTS = ["--forward", "10", "--backward", "20", "--transfer", "5"]
 
 
@@ -46,17 +46,17 @@ BAD = {
     "absurd unit": [*SIZES, "--forward", "1e300", "--backward", "1e300"],
     "words": [*SIZES, "--forward", "ten", "--backward", "20"],
     "empty": [*SIZES, "--forward", "", "--backward", "20"],
-    "no stages": ["--stages", "0", "--microbatches", "8", *COSTS],
-    "negative stages": ["--stages", "-2", "--microbatches", "8", *COSTS],
-    "no micro-batches": ["--stages", "4", "--microbatches", "0", *COSTS],
-    "half a stage": ["--stages", "1.5", "--microbatches", "8", *COSTS],
-    "stages left out": ["--microbatches", "8", *COSTS],
-    "too many stages": ["--stages", "1000000", "--microbatches", "1", *COSTS],
-    "too many micro-batches": ["--stages", "4", "--microbatches", "99999999999", *COSTS],
+    "no stages": ["--stages", "0", "--micro-batches", "8", *COSTS],
+    "negative stages": ["--stages", "-2", "--micro-batches", "8", *COSTS],
+    "no micro-batches": ["--stages", "4", "--micro-batches", "0", *COSTS],
+    "half a stage": ["--stages", "1.5", "--micro-batches", "8", *COSTS],
+    "stages left out": ["--micro-batches", "8", *COSTS],
+    "too many stages": ["--stages", "1000000", "--micro-batches", "1", *COSTS],
+    "too many micro-batches": ["--stages", "4", "--micro-batches", "99999999999", *COSTS],
     "three forwards for four stages": [*SIZES, "--forward", "1,2,3", "--backward", "20"],
     "four transfers for three links": [*SIZES, "--forward", "1", "--backward", "2", "--transfer", "1,2,3,4"],
     "weight gradient over backward": [*SIZES, *COSTS, "--weight-gradient", "30"],
-    "cap for another schedule": [*SIZES, *COSTS, "--cap", "4,3,2,1"],
+    "cap for another schedule": [*SIZES, *COSTS, "--in-flight", "4,3,2,1"],
     "replicas of nothing": [*SIZES, *COSTS, "--replicas", "0,1,1,1"],
     "absurd replicas": [*SIZES, *COSTS, "--replicas", "999999999999,1,1,1"],
     "unknown option": [*SIZES, *COSTS, "--colour"],
@@ -67,7 +67,7 @@ MESSAGES = {
     "zero forward": "forward time must be a finite number of more than 0, got 0",
     "negative transfer": "transfer time must be a finite number of at least 0, got -5",
     "no stages": "a pipeline needs at least 1 stage, got 0; raise --stages",
-    "no micro-batches": "a global batch needs at least 1 micro-batch, got 0; raise --microbatches",
+    "no micro-batches": "a global batch needs at least 1 micro-batch, got 0; raise --micro-batches",
     "stages left out": "--stages is missing",
     "three forwards for four stages": "forward time: 4 stages need one value or 4, got 3",
     "unknown option": "No such option",
@@ -166,7 +166,7 @@ class TestHelp:
 
     def test_help_of_simulate_has_examples(self) -> None:
         text = printed("simulate", "--help")
-        assert "bapipe simulate 1f1b -n 4 -m 16 --cap 7,5,3,1" in text
+        assert "bapipe simulate 1f1b -n 4 -m 16 --in-flight 7,5,3,1" in text
         for name in SCHEDULES:
             assert name in text
 
@@ -280,7 +280,7 @@ class TestFiles:
 
     def test_an_old_file_survives_bad_input(self, tmp_path: Path) -> None:
         (tmp_path / "t.svg").write_text("old")
-        bad = ["--stages", "0", "--microbatches", "8"]
+        bad = ["--stages", "0", "--micro-batches", "8"]
         require_refusal(run("simulate", "gpipe", *bad, *COSTS, "--svg", "t.svg", folder=tmp_path))
         assert (tmp_path / "t.svg").read_text() == "old"
 

@@ -1,4 +1,4 @@
-"""The architecture page names files that exist, and every folder of the package."""
+"""The architecture and how-to pages name files that exist, and every folder of the package."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import pytest
 from paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+HOW_TO = "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "docs" / "howto").glob("*.md"))
 SOURCES = REPOSITORY / "src" / "bapipe"
-NAMED = sorted(set(re.findall(r"`((?:[a-z_]+/)+[a-z0-9_]+\.(?:py|toml))`", PAGE)))
+NAMED = sorted(set(re.findall(r"`((?:[a-z_]+/)+[a-z0-9_]+\.(?:py|toml))`", PAGE + HOW_TO)))
 
 
 @pytest.mark.parametrize("path", [path for path in NAMED if not path.startswith(("tests/", "docs/"))])
 def test_a_file_that_the_page_names_exists(path: str) -> None:
     assert (SOURCES / path).is_file()
+
+
+@pytest.mark.parametrize("path", [path for path in NAMED if path.startswith("tests/")])
+def test_a_test_that_a_page_names_exists(path: str) -> None:
+    assert (REPOSITORY / path).is_file()
 
 
 def test_every_folder_is_in_the_picture() -> None:

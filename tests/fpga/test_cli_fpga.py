@@ -52,7 +52,7 @@ def own_cluster(folder: Path, *, board: str, memory: str = '"4 GB"', bandwidth: 
 
 def test_a_plan_shows_every_board(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    text = run("plan", "resnet18", "--cluster", "2xvcu129+1xvcu118", "--minibatch", "32", "--dtype", "fp16",
+    text = run("plan", "resnet18", "--cluster", "2xvcu129+1xvcu118", "--global-batch", "32", "--dtype", "fp16",
                "--out", str(out), "--explain")  # fmt: skip
     for part in (
         "fbp-as over 3 stages", "ρ", "FP", "EB", "WG", "eff.", "gradients", "hosted", "Gb/s back", "binds",
@@ -85,7 +85,7 @@ def test_a_layer_table_and_a_board_of_ones_own(tmp_path: Path) -> None:
         tmp_path, board='board = { dsp = 900, bram_bytes = "4 MB", uram_bytes = "8 MB", clock = 2e8 }'
     )
     table = REPOSITORY / "examples" / "layers-small-cnn.toml"
-    assert "small-cnn: fbp-as" in run("plan", str(table), "--cluster", cluster, "--minibatch", "16")
+    assert "small-cnn: fbp-as" in run("plan", str(table), "--cluster", cluster, "--global-batch", "16")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_planning_fpgas_does_not_load_torch() -> None:
 
 def test_what_if_over_dsps_and_links(tmp_path: Path) -> None:
     svg = tmp_path / "grid.svg"
-    arguments = ("what-if", "alexnet", "--cluster", "2xvcu118", "--minibatch", "32", "--sweep",
+    arguments = ("what-if", "alexnet", "--cluster", "2xvcu118", "--global-batch", "32", "--sweep",
                  "board.dsp=500,50000", "--sweep", "link=0.02..400Gb/s", "--points", "2")  # fmt: skip
     text = run(*arguments, "--svg", str(svg))
     assert "twice as much saves: " in text
@@ -134,13 +134,14 @@ def test_what_if_over_dsps_and_links(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sweep", ["memory=1GB,16GB", "count=1..2", "link=1..20GB/s"])
 def test_what_if_works_for_gpus_too(sweep: str) -> None:
-    text = run("what-if", "alexnet", "--cluster", "2xv100", "--minibatch", "64", "--points", "2", "--sweep", sweep)
+    options = ("--cluster", "2xv100", "--global-batch", "64", "--points", "2")
+    text = run("what-if", "alexnet", *options, "--sweep", sweep)
     assert f"at {sweep.split('=')[0]} " in text
     assert "binds" in text
 
 
 def test_a_cluster_that_fits_nothing_is_a_point_without_time() -> None:
-    text = run("what-if", "vgg16", "--cluster", "2xv100", "--minibatch", "4", "--sweep", "memory=0.1GB,16GB")
+    text = run("what-if", "vgg16", "--cluster", "2xv100", "--global-batch", "4", "--sweep", "memory=0.1GB,16GB")
     assert "–" in text
     assert "at memory 100 MB memory binds: nothing fits" in text
 

@@ -78,7 +78,7 @@ def test_1f1b_wins_where_features_spill_and_layers_need_no_refill() -> None:
     cluster = cluster_of(4, ram=2e5, ddr_bandwidth=2e9, dsp=4000)
     found = explore_fpga(LIKE, cluster, Request(minibatch=32), parameters=Parameters(refill=0.0))
     assert found.best.rule.schedule == "1f1b-as"
-    assert "half the features" in make_fpga_plan(found).notes[0]
+    assert "half the activations" in make_fpga_plan(found).notes[0]
     again = explore_fpga(LIKE, cluster_of(4), Request(minibatch=32))
     assert again.best.rule.schedule == "fbp-as"
     assert "streams on" in make_fpga_plan(again).notes[0]
@@ -163,7 +163,7 @@ def test_stages_share_every_layer_whole() -> None:
 
 def test_data_parallel_shares_finish_together() -> None:
     found = explore_fpga(CHAIN, chain_of([board_type("a", dsp=3000), board_type("b")]), Request(minibatch=100))
-    for rival in found.rivals:
+    for rival in found.alternatives:
         assert sum(item.images for item in rival.replicas) == 100
         assert rival.time is not None
         seconds = [max(item.compute, item.ddr) for item in rival.replicas]
@@ -176,7 +176,7 @@ def test_data_parallel_shares_finish_together() -> None:
     [
         (Request(strategy="pipedream"), "strategy pipedream is not for FPGA clusters"),
         (Request(schedule="gpipe"), "schedule gpipe does not suit FPGAs"),
-        (Request(schedule="data-parallel"), "data parallelism is among the rivals"),
+        (Request(schedule="data-parallel"), "data parallelism is among the alternatives"),
         (Request(stages=9), "9 stages need as many boards, the cluster has 2"),
         (Request(microbatch=48), "a global batch of 128 is no multiple of a micro-batch of 48"),
     ],

@@ -97,9 +97,9 @@ def test_k_holds_where_it_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"cap": 0}, "--cap must be at least 1, got 0"),
-        ({"cap": 3, "schedule": "gpipe"}, "--cap belongs to the schedule 1f1b; gpipe sets its own K per stage"),
-        ({"cap": 3, "strategy": "dp"}, "--cap belongs to the schedule 1f1b, strategy dp has its own; drop one"),
+        ({"cap": 0}, "--in-flight must be at least 1, got 0"),
+        ({"cap": 3, "schedule": "gpipe"}, "--in-flight belongs to the schedule 1f1b; gpipe sets its own K"),
+        ({"cap": 3, "strategy": "dp"}, "--in-flight belongs to the schedule 1f1b, strategy dp has its own"),
         ({"cap": 3, "space": "paper"}, "the paper's space has 1f1b-sno and 1f1b-so, with K of N and 2N; leave"),
     ],
 )
@@ -109,7 +109,7 @@ def test_where_there_is_no_k_to_choose(values: dict[str, object], words: str) ->
 
 
 def test_fpgas_have_no_k_to_choose() -> None:
-    with pytest.raises(BaPipeError, match=r"--cap belongs to the schedule 1f1b, which does not suit FPGAs"):
+    with pytest.raises(BaPipeError, match=r"--in-flight belongs to the schedule 1f1b, which does not suit FPGAs"):
         explore_fpga(builtin_model("alexnet"), read_cluster("2xvcu118"), Request(cap=3))
 
 

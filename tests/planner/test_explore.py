@@ -178,9 +178,9 @@ def test_more_than_three_types_are_labelled_a_heuristic() -> None:
         (
             3,
             {"minibatch": 8, "microbatch": 2, "schedule": "data-parallel"},
-            "of 3 x 2; make --minibatch 6 or 12, or",
+            "of 3 x 2; make --global-batch 6 or 12, or",
         ),
-        (3, {"minibatch": 4, "microbatch": 2, "strategy": "dp"}, "a multiple of 3 x 2; make --minibatch 6, or"),
+        (3, {"minibatch": 4, "microbatch": 2, "strategy": "dp"}, "a multiple of 3 x 2; make --global-batch 6, or"),
         (1, {"minibatch": 8, "schedule": "interleaved"}, "at least 2 accelerators, the cluster has 1; leave"),
         (2, {"minibatch": 4, "schedule": "interleaved", "stages": 1}, "at least 2 stages, .*; leave --stages out"),
     ],

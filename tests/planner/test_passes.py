@@ -110,7 +110,7 @@ def test_one_search_serves_the_table_the_explanation_and_the_report(
 ) -> None:
     searches = counted(monkeypatch, plan_cli, "explore")
     simulated = counted(monkeypatch, evaluate, "simulate")
-    asked = ("plan", "vgg16", "--cluster", "2xv100", "--minibatch", "128", "--microbatch", "16")
+    asked = ("plan", "vgg16", "--cluster", "2xv100", "--global-batch", "128", "--microbatch", "16")
     files = ("--out", "plan.json", "--report", "report.html")
     at_report: list[int] = []
     true = plan_cli.make_plan

@@ -22,8 +22,8 @@ from bapipe.planner import Request, explore, make_plan
 from bapipe.records.plan import read_plan, write_plan
 from bapipe.records.run_record import write_run
 from bapipe.reporting.html.document import make_subject, pictures, render_report, trace_of
+from bapipe.reporting.html.head_section import why_not_the_others
 from bapipe.reporting.html.page_data import script_json
-from bapipe.reporting.html.sections import why_not_the_others
 from report_plans import HOSTILE, SHAPES, explored, hostile, planned, run_of
 
 
@@ -78,7 +78,7 @@ def test_every_shape_of_plan_has_its_numbers_on_the_page(shape: str) -> None:
     rivals = [prediction.time, max(stage.memory_bytes for stage in plan.stages)]
     for rival in plan.rivals:
         rivals += [rival.memory_bytes] if rival.time is None else [rival.time, rival.memory_bytes]
-    assert page.figures["rivals-table"] == rivals
+    assert page.figures["alternatives-table"] == rivals
     assert f"{prediction.gap:.1%} over the lower bound" in page.text
     assert plan.model.name in page.text
 
@@ -159,6 +159,8 @@ def test_a_run_is_set_beside_the_plan() -> None:
     page = Page(render_report(subject))
     time = subject.predicted.time
     assert page.figures["figure-measured"] == pytest.approx([1.25 * time])
+    step = subject.comparison.step_seconds if subject.comparison else 0.0
+    assert page.figures["figure-measured_throughput"] == [plan.minibatch / step]
     rows = page.figures["comparison-table"]
     assert rows[0::9] == pytest.approx([stage.forward for stage in plan.stages])
     assert rows[1::9] == pytest.approx([1.25 * stage.forward for stage in plan.stages])
@@ -166,7 +168,7 @@ def test_a_run_is_set_beside_the_plan() -> None:
     data = json.loads(re.search(r'id="bapipe-data">(.*?)</script>', render_report(subject), re.DOTALL)[1])  # type: ignore[index]
     assert [timeline["name"] for timeline in data["timelines"]] == ["predicted", "measured"]
     assert set(pictures(subject)) == {
-        "balance.svg", "memory.svg", "layers.svg", "rivals.svg", "timeline.svg", "timeline-measured.svg",
+        "balance.svg", "memory.svg", "layers.svg", "alternatives.svg", "timeline.svg", "timeline-measured.svg",
     }  # fmt: skip
     processes = [
         e["args"]["name"] for e in json.loads(trace_of(subject))["traceEvents"] if e["name"] == "process_name"
@@ -187,10 +189,11 @@ def test_why_not_the_others() -> None:
     plan, _ = planned("straight")
     fastest = min((rival for rival in plan.rivals if rival.time), key=lambda rival: rival.time or 0)
     assert f"{fastest.name}: {fastest.reason}." in why_not_the_others(plan)
-    assert why_not_the_others(replace(plan, rivals=())) == "No rival was considered."
+    assert why_not_the_others(replace(plan, rivals=())) == "No alternative was considered."
     misfit = replace(fastest, time=None)
-    assert why_not_the_others(replace(plan, rivals=(misfit,))) == "Of 1 rival none is possible: it does not fit."
-    assert why_not_the_others(replace(plan, rivals=(fastest, misfit))).endswith(" 1 rival would not fit.")
+    none = why_not_the_others(replace(plan, rivals=(misfit,)))
+    assert none == "Of 1 alternative none is possible: it does not fit."
+    assert why_not_the_others(replace(plan, rivals=(fastest, misfit))).endswith(" 1 alternative would not fit.")
 
 
 def test_the_exploration_is_shown_where_it_is_known() -> None:
@@ -247,7 +250,7 @@ def test_the_command_writes_page_pictures_and_trace(tmp_path: Path) -> None:
 def test_a_built_in_model_needs_no_profile(tmp_path: Path) -> None:
     """Its profile is computed again, and used as it has the hash that the plan names."""
     file, page = str(tmp_path / "plan.json"), str(tmp_path / "report.html")
-    invoke("plan", "vgg16", "--cluster", "2xv100", "--minibatch", "60", "--microbatch", "12", "--out", file)
+    invoke("plan", "vgg16", "--cluster", "2xv100", "--global-batch", "60", "--micro-batch", "12", "--out", file)
     invoke("report", file, "-o", page)
     assert "layer-table" in Page(Path(page).read_text(encoding="utf-8")).figures
     write_plan(replace(read_plan(file), profile_hash="another"), file)
@@ -257,11 +260,11 @@ def test_a_built_in_model_needs_no_profile(tmp_path: Path) -> None:
 
 def test_planning_offers_the_report(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    arguments = ("plan", "gnmt-8", "--cluster", "4xv100", "--minibatch", "256", "--report", str(page))
+    arguments = ("plan", "gnmt-8", "--cluster", "4xv100", "--global-batch", "256", "--report", str(page))
     output = invoke(*arguments)
     assert re.search(rf"wrote {re.escape(str(page))}, \d+(\.\d)? kB: open it in a browser\n$", output)
     found = Page(page.read_text(encoding="utf-8"))
-    assert {"layer-table", "rivals-table"} <= set(found.figures)
+    assert {"layer-table", "alternatives-table"} <= set(found.figures)
     assert json.loads(invoke(*arguments, "--json"))["report"] == str(page)
     with pytest.raises(BaPipeError, match="leave one of them out"):
         invoke(*arguments, "--compare")

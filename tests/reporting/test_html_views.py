@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bapipe.planner.evaluate import plan_timeline
 from bapipe.records.plan import MemoryParts, Plan
 from bapipe.records.run_record import to_timeline
-from bapipe.reporting.charts.alternatives import pareto_front, rivals_chart
+from bapipe.reporting.charts.alternatives import alternatives_chart, pareto_front
 from bapipe.reporting.charts.balance import balance_chart, balance_of
 from bapipe.reporting.charts.frame import CHARACTER, Scale, log_ticks, short
 from bapipe.reporting.charts.layer_costs import MOST_COLUMNS, layers_chart, stages_chart
@@ -198,7 +198,7 @@ def test_charts_are_well_formed_and_within_their_frame(shape: str) -> None:
         memory_chart(memory_view(_untold(plan), timeline), time=timeline.makespan),
         layers_chart(layer_view(plan, profile)),
         stages_chart(plan),
-        rivals_chart(plan),
+        alternatives_chart(plan),
     ]
     for chart in charts:
         root = ElementTree.fromstring(chart.standalone())

@@ -129,8 +129,8 @@ rank 1     │F1──B1══════F3──B3══════·····
 rank 1 a-r │                        A▒▒▒▒▒▒▒▒▒▒▒
            └┴───────────────────┴──────────────────
             0                   5 s
-F── forward   B══ backward   A▒▒ all-reduce   U░░ update
-· idle
+F── forward   B══ backward   A▒▒ all-reduce
+U░░ optimizer step   · idle
 time 9.5 s, bubble 31.6 %, one column 250 ms"""
 
 

@@ -145,7 +145,7 @@ def test_zb_with_caps_and_delays_of_its_own() -> None:
     assert make_schedule("zb", 2, 4, caps=[3, 1]).lanes == make_schedule("zb-h2", 2, 4).lanes
     with pytest.raises(BaPipeError, match="2 stages need 2 delays of at least 0"):
         zero_bubble(2, 4, [3, 1], delays=[-1, 0])
-    with pytest.raises(BaPipeError, match="zb needs --cap, one K per stage"):
+    with pytest.raises(BaPipeError, match="zb needs --in-flight, one K per stage"):
         make_schedule("zb", 2, 4)
 
 
@@ -233,10 +233,10 @@ def test_full_overlap_caps_ignore_rounding() -> None:
         ({"num_stages": 0}, "at least 1 stage, got 0"),
         ({"num_stages": -3}, "at least 1 stage, got -3"),
         ({"num_microbatches": 0}, "at least 1 micro-batch, got 0"),
-        ({"name": "1f1b"}, "1f1b needs --cap"),
+        ({"name": "1f1b"}, "1f1b needs --in-flight"),
         ({"name": "1f1b", "caps": [1]}, "2 stages need 2 caps, got 1"),
         ({"name": "1f1b", "caps": [2, 0]}, "a cap must be at least 1, got 0"),
-        ({"caps": [2, 1]}, "--cap belongs to the schedules 1f1b and zb"),
+        ({"caps": [2, 1]}, "--in-flight belongs to the schedules 1f1b and zb"),
         ({"replicas": [2]}, "2 stages need 2 replica counts"),
         ({"replicas": [0, 1]}, "of at least 1"),
         ({"name": "fbp-as", "replicas": [2, 1]}, "fbp-as runs without replicated stages"),

@@ -63,5 +63,5 @@ def test_others_are_refused(pipelines: list[Schedule], message: str) -> None:
 def test_replicas_of_zero_bubble_orders_are_alike() -> None:
     with pytest.raises(BaPipeError, match="make --replicas alike"):
         make_schedule("zb-h1", 2, 4, replicas=[2, 1])
-    with pytest.raises(BaPipeError, match="raise --microbatches"):
+    with pytest.raises(BaPipeError, match="raise --micro-batches"):
         make_schedule("zb-h2", 2, 2, replicas=[3, 3])

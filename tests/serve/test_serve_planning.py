@@ -47,7 +47,7 @@ def test_k_is_planned_told_and_said_again(tmp_path: Path) -> None:
     assert draft_question(rich) is None
     parts = answer_parts(rich)
     words = shlex.split(parts["command.sh"])
-    assert words[words.index("--cap") + 1] == "10"
+    assert words[words.index("--in-flight") + 1] == "10"
     words[words.index("plan.json")] = str(tmp_path / "plan.json")
     made = CliRunner().invoke(plan_command, words[2:], catch_exceptions=False)
     assert made.exit_code == 0

@@ -37,7 +37,7 @@ def test_texts_and_numbers_mean_the_same() -> None:
         ({**BASE, "minibatch": 10, "microbatch": 4}, "a global batch of 10 is no multiple of a micro-batch of 4"),
         ({**BASE, "schedule": "1f1b-s"}, "unknown schedule '1f1b-s'"),
         ({**BASE, "cap": 65_537}, "cap must be from 1 to 65536, got 65537"),
-        ({**BASE, "cap": 4, "schedule": "zb-h1"}, "--cap belongs to the schedule 1f1b; zb-h1 sets its own K"),
+        ({**BASE, "cap": 4, "schedule": "zb-h1"}, "--in-flight belongs to the schedule 1f1b; zb-h1 sets"),
         ({**BASE, "strategy": "best"}, "unknown strategy 'best'"),
         ({**BASE, "space": "papers"}, "unknown space 'papers'; known: full, paper"),
         ({**BASE, "dtype": "fp31"}, r"unknown dtype 'fp31' \(did you mean"),

@@ -1,8 +1,8 @@
 """What the transfers of a run say of the cluster's links.
 
-A transfer tells how long its link takes only where the receiver stood waiting for it when the sender handed it
+A transfer shows how long its link takes only where the receiver stood waiting for it when the sender handed it
 over: a busy receiver takes note of it late. A rank that has not acted yet may still be on its way into the step,
-so its first input tells nothing either.
+so its first input shows nothing either.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LinkEstimate:
     ratio: float
     """measured / predicted, median over the transfers"""
     corrected: Link | None
-    """with bandwidth / ratio and latency · ratio, so that it takes as long as was measured; None: not to be told,
+    """with bandwidth / ratio and latency · ratio, so that it takes as long as was measured; None: not known,
     because there are too few transfers, or because the links of a node share a bus"""
 
 

@@ -48,7 +48,7 @@ class MemoryPair:
     """Peak bytes of an accelerator, and what was measured of them."""
 
     predicted: float
-    """weights, gradients, optimizer state, live features and workspace of all stages there"""
+    """weights, gradients, optimizer state, saved activations and workspace of all stages there"""
     measured: int | None
     """None: not known"""
     source: MemorySource
@@ -62,7 +62,7 @@ class MemoryPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageComparison:
-    """One stage on one of its ranks: seconds per micro-batch, and the rank's part of the mini-batch.
+    """One stage on one of its ranks: seconds per micro-batch, and the rank's part of the global batch.
 
     Times per micro-batch are means over those of the plan's size. What the plan or the run lacks is None.
     """
@@ -84,13 +84,13 @@ class StageComparison:
     update: Pair | None = None
     """U of the rank: all its stages together, since an optimizer takes them at once"""
     busy: Pair
-    """seconds of the mini-batch in which the rank computes, update included"""
+    """seconds of the global batch in which the rank computes, optimizer step included"""
     exposed: Pair | None = None
     """seconds in which the rank waits for an input that is on its way; None: the run recorded no transfers"""
     bubble: Pair
-    """share of the mini-batch in which the rank does not compute"""
+    """share of the global batch in which the rank does not compute"""
     live: Pair
-    """most micro-batches of the stage live at once on the rank"""
+    """most in-flight micro-batches of the stage on the rank"""
     memory: MemoryPair
     """of the rank: all its stages together"""
 
@@ -107,7 +107,7 @@ class Comparison:
     bubble: Pair
     """of all ranks together"""
     time: Pair
-    """seconds from the first action of the mini-batch to the end of its last"""
+    """seconds from the first action of the global batch to the end of its last"""
     step_seconds: float
     """median over the steps after the first: it has the synchronisation of the ranks on top of `time`"""
     outside_seconds: float
@@ -119,8 +119,8 @@ class Comparison:
 def compare(plan: Plan, record: RunRecord) -> Comparison:
     """Set the plan's simulated timeline against the one that the run recorded.
 
-    All-reduces and updates that only one of the two has are left out of both, so that what is compared is the same
-    work. Raises BaPipeError where the run is not of this plan.
+    All-reduces and optimizer steps that only one of the two has are left out of both, so that the same work
+    is compared. Raises BaPipeError where the run is not of this plan.
     """
     found, expected = record.plan_hash, content_hash(plan)
     if found != expected:
@@ -152,7 +152,7 @@ def compare(plan: Plan, record: RunRecord) -> Comparison:
 
 
 def _require_same_actions(schedule: Schedule, predicted: Timeline, measured: Timeline) -> None:
-    """Every rank has run what the plan gives it; all-reduces and updates may be missing."""
+    """Every rank has run what the plan gives it; all-reduces and optimizer steps may be missing."""
     optional = {
         (rank, stage, int(kind), -1)
         for stage, ranks in enumerate(schedule.placement)
@@ -181,7 +181,7 @@ def _has(timeline: Timeline, kind: Kind) -> bool:
 
 
 def _without(timeline: Timeline, kind: Kind) -> Timeline:
-    """The timeline without its all-reduces or updates, which send nothing."""
+    """The timeline without its all-reduces or optimizer steps, which send nothing."""
     kept = timeline.kinds != kind
     columns = ("kinds", "stages", "microbatches", "ranks", "lanes", "start", "end", "work")
     position = np.cumsum(kept) - 1
@@ -211,7 +211,7 @@ def mean_work(
 ) -> float | None:
     """Mean seconds of a stage's actions of these kinds on these ranks, micro-batches from 0 up to `below`.
 
-    None where there is no such action. All-reduces and updates, which have no micro-batch, always count.
+    None where there is no such action. All-reduces and optimizer steps, which have no micro-batch, always count.
     """
     own = (
         (timeline.stages == stage)
@@ -244,7 +244,7 @@ class _Figures:
                 predicted=sum(pair.predicted for pair in parts), measured=sum(pair.measured for pair in parts)
             ),
             recompute=self._mean(stage, rank, (Kind.R,)),
-            # A first stage has none to speak of: it sends no error on.
+            # A first stage has none to speak of: it sends no input gradient.
             input_gradient=whole[0] if split and parts[0].predicted > 0 else None,
             weight_gradient=whole[1] if split else None,
             all_reduce=self._pair([_all_reduce(timeline, stage, rank) for timeline in self._both]),

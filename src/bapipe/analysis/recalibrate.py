@@ -76,7 +76,7 @@ def recalibrate(plan: Plan, record: RunRecord, profile: Profile) -> Recalibratio
         )
     if not plan.schedule.flushes:
         raise BaPipeError(
-            f"a run of {plan.schedule.name} times backward and update together, a profile has them apart; "
+            f"a run of {plan.schedule.name} times backward and optimizer step together, a profile has them apart; "
             "recalibrate by a run of another schedule"
         )
     measured = _Measured(plan, compare(plan, record), profile)
@@ -87,12 +87,12 @@ def recalibrate(plan: Plan, record: RunRecord, profile: Profile) -> Recalibratio
         own = [measured.correction(stage, accelerator, notes) for stage in measured.stages_of(accelerator)]
         corrections += own
         fallback = measured.overall(accelerator)
-        tables[accelerator] = _scaled(plan, profile, own, fallback, told=_told(plan, record, own, fallback))
+        tables[accelerator] = _scaled(plan, profile, own, fallback, words=_words(plan, record, own, fallback))
     idle = [name for name in profile.accelerators if name not in {row.accelerator for row in corrections}]
     if idle:
         notes.append(f"not corrected, because the run has none of that type: {', '.join(idle)}")
     if all(row.update is None for row in corrections):
-        notes.append("updates are not corrected: the run or the profile has no times of them")
+        notes.append("optimizer steps are not corrected: the run or the profile has no times of them")
     return Recalibration(
         profile=replace(profile, accelerators=tables),
         corrections=tuple(sorted(corrections, key=lambda row: (row.stage, row.accelerator))),
@@ -103,8 +103,8 @@ def recalibrate(plan: Plan, record: RunRecord, profile: Profile) -> Recalibratio
 def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) -> Plan:
     """The same partition and order with the stages' times by another profile, and another cluster's links.
 
-    `bapipe.planner.evaluate.plan_timeline` then predicts its mini-batch. The time and rivals in the plan are
-    those of the old profile, and so is the all-reduce.
+    `bapipe.planner.evaluate.plan_timeline` then predicts its global batch. The time and alternatives in the plan
+    are those of the old profile, and so is the all-reduce.
     """
     seconds = _stage_seconds(profile, plan, _types(plan))
     names = [accelerator.name for accelerator in plan.cluster.accelerators]
@@ -204,9 +204,9 @@ class _Measured:
         return sum(known) if known else None
 
     def update(self, stage: int, accelerator: str) -> tuple[float, float] | None:
-        """Seconds measured and predicted of the updates of the ranks that hold the stage, all their stages.
+        """Seconds measured and predicted of the optimizer steps of the ranks with the stage, all their stages.
 
-        An optimizer takes a rank's stages in one step, so that their parts cannot be told apart.
+        An optimizer takes a rank's stages in one step, so that their parts cannot be separated.
         """
         measured = predicted = 0.0
         for rank in self._ranks[stage, accelerator]:
@@ -274,7 +274,7 @@ class _Measured:
 
 
 def _scaled(
-    plan: Plan, profile: Profile, corrections: Sequence[Correction], fallback: Correction, *, told: str
+    plan: Plan, profile: Profile, corrections: Sequence[Correction], fallback: Correction, *, words: str
 ) -> CostTable:
     """The type's costs, each layer by the ratios of the stages that ran it, weighted by its parts."""
     table = profile.table(fallback.accelerator)
@@ -297,10 +297,10 @@ def _scaled(
         inputs = np.maximum(0.0, whole - weight) * factors("input_gradient")
         weight = weight * factors("weight_gradient")
         changed |= {"backward": as_tuples(inputs + weight), "weight_gradient": as_tuples(weight)}
-    return replace(table, description=f"{table.description} | {told}", **changed)
+    return replace(table, description=f"{table.description} | {words}", **changed)
 
 
-def _told(plan: Plan, record: RunRecord, corrections: Sequence[Correction], fallback: Correction) -> str:
+def _words(plan: Plan, record: RunRecord, corrections: Sequence[Correction], fallback: Correction) -> str:
     """What the profile says of its correction."""
 
     def span(ratios: Sequence[float]) -> str:
@@ -311,7 +311,7 @@ def _told(plan: Plan, record: RunRecord, corrections: Sequence[Correction], fall
     parts = [
         f"forward {span([row.forward for row in corrections])}",
         f"backward {span([row.backward for row in corrections])}",
-        *([f"update {span(updates)}"] if updates else []),
+        *([f"optimizer step {span(updates)}"] if updates else []),
     ]
     missing = _missing(plan, corrections)
     guess = f"; layers that it has not run: forward ×{fallback.forward:.3f}, backward ×{fallback.backward:.3f}"

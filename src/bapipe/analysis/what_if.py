@@ -63,7 +63,7 @@ class SweepAnswer:
     """What planning one cluster says."""
 
     time: float | None
-    """seconds per mini-batch; None: nothing fits"""
+    """seconds per global batch; None: nothing fits"""
     plan: str
     """in a few words, or why nothing fits"""
     gains: dict[str, float] = field(default_factory=dict)
@@ -230,7 +230,7 @@ def _of_count(cluster: Cluster, count: int) -> Cluster:
 def sweep_cluster(
     cluster: Cluster, sweeps: Sequence[Sweep], answer: Callable[[Cluster, bool], SweepAnswer]
 ) -> WhatIf:
-    """Ask for every value or pair of values; `answer` is told whether it is at an end of the first sweep."""
+    """Ask for every value or pair of values; `answer` is given whether it is at an end of the first sweep."""
     if not 1 <= len(sweeps) <= 2:
         raise BaPipeError(f"give one --sweep or two, got {len(sweeps)}")
     if math.prod(len(item.values) for item in sweeps) > 4 * MOST_POINTS:

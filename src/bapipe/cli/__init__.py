@@ -52,13 +52,13 @@ class LazyCommands(click.Group):
 
 EXAMPLES = """\b
 Examples:
-  bapipe plan vgg16 --cluster 4xv100 --minibatch 2048
-  bapipe profile vgg16 --device cpu --microbatch 1,2,4 -o profile.json
+  bapipe plan vgg16 --cluster 4xv100 --global-batch 2048
+  bapipe profile vgg16 --device cpu --micro-batch 1,2,4 -o profile.json
   bapipe plan profile.json --cluster cluster.toml --out plan.json
   bapipe run plan.json --steps 3 --check --out run.json
   bapipe compare plan.json run.json
-  bapipe simulate 1f1b-so --stages 4 --microbatches 16 --forward 10 --backward 20 --transfer 5
-  bapipe simulate all --stages 4 --microbatches 16 --forward 10 --backward 20 --transfer 5
+  bapipe simulate 1f1b-so --stages 4 --micro-batches 16 --forward 10 --backward 20 --transfer 5
+  bapipe simulate all --stages 4 --micro-batches 16 --forward 10 --backward 20 --transfer 5
 """
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     except BaPipeError as error:
         code = _complain(str(error))
     except MemoryError:
-        code = _complain("not enough memory for so many actions; lower --stages or --microbatches")
+        code = _complain("not enough memory for so many actions; lower --stages or --micro-batches")
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in _EXTRAS:

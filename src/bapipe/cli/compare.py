@@ -120,12 +120,11 @@ def _time_again(plan: Plan, again: Recalibration, cluster: Cluster | None) -> fl
 
 
 def _print(found: Comparison) -> None:
-    from rich.console import Console
-
     from bapipe.reporting.terminal.compare_table import comparison_notes, comparison_tables
+    from bapipe.reporting.terminal.console import terminal
     from bapipe.reporting.terminal.timeline_text import render_text
 
-    console = Console(highlight=False)
+    console = terminal()
     width, color = max(40, console.width), console.is_terminal
     timelines: dict[str, Any] = {"predicted": found.predicted, "measured": found.measured}
     for title, timeline in timelines.items():
@@ -137,12 +136,11 @@ def _print(found: Comparison) -> None:
 
 
 def _print_corrections(plan: Plan, again: Recalibration, cluster: Cluster | None, *, measured: float) -> None:
-    from rich.console import Console
-
     from bapipe.reporting.terminal.compare_table import correction_table
+    from bapipe.reporting.terminal.console import terminal
     from bapipe.units import format_seconds
 
-    console = Console(highlight=False)
+    console = terminal()
     console.print(correction_table(again))
     for note in again.notes:
         console.print(note)

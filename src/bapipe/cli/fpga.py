@@ -55,12 +55,11 @@ def plan_on_fpgas(model: str, cluster: Cluster, request: Request, options: dict[
     if options["as_json"]:
         click.echo(json.dumps(plain_number(_summary(plan, options)), indent=1, allow_nan=False))
         return
-    from rich.console import Console
-
+    from bapipe.reporting.terminal.console import terminal
     from bapipe.reporting.terminal.fpga_table import render_assumptions, render_fpga
     from bapipe.reporting.terminal.plan_table import render_steps
 
-    console = Console(highlight=False)
+    console = terminal()
     console.print(render_fpga(plan))
     if options["explain"]:
         console.print(render_steps(steps))
@@ -71,7 +70,7 @@ def plan_on_fpgas(model: str, cluster: Cluster, request: Request, options: dict[
     if options["out"]:
         console.print(f"wrote {options['out']}", soft_wrap=True)
     for line in written:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
 
 
 def _plan(model: str, cluster: Cluster, request: Request, options: dict[str, Any]) -> tuple[Plan, tuple[Any, ...]]:
@@ -113,8 +112,9 @@ def _compare(model: str, cluster: Cluster, request: Request, options: dict[str, 
     if options["as_json"]:
         click.echo(json.dumps(plain_number({"model": model, "strategies": rows}), indent=1))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from bapipe.reporting.terminal.console import terminal
 
     table = Table(title=f"{model}: strategies by the same model", title_justify="left")
     for header in ("strategy", "plan", "time", "over bound", "set by"):
@@ -125,4 +125,4 @@ def _compare(model: str, cluster: Cluster, request: Request, options: dict[str, 
             continue
         shape = f"{row['schedule']}, {row['stages']} stages, b={row['microbatch_size']}"
         table.add_row(row["strategy"], shape, format_seconds(row["time"]), f"{row['gap']:.1%}", row["binds"])
-    Console(highlight=False).print(table)
+    terminal().print(table)

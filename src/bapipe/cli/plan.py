@@ -7,8 +7,8 @@ import json
 from typing import Any, cast
 
 import click
-from click.core import ParameterSource
 
+from bapipe.cli.options import renamed
 from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
 from bapipe.costs.optimizers import OPTIMIZERS
@@ -26,25 +26,26 @@ __all__ = ["plan_command"]
 @click.command("plan")
 @click.argument("model")
 @click.option("--cluster", required=True, help="TOML file, or a shorthand such as 4xv100 or 2xa100+2xv100.")
-@click.option("--minibatch", type=int, help="Samples per optimizer step.  [default: 64 per accelerator]")
-@click.option("--microbatch", type=int, help="Micro-batch size.  [default: the best]")
+@renamed("--global-batch", "minibatch", type=int,
+         help="Samples per optimizer step.  [default: 64 per accelerator]")  # fmt: skip
+@renamed("--micro-batch", "microbatch", type=int, help="Micro-batch size.  [default: the best]")
 @click.option(
     "--schedule",
     help="1f1b-sno, 1f1b-so, 1f1b, gpipe, zb, zb-h1, zb-h2, interleaved, 1f1b-as, fbp-as, data-parallel.",
 )
-@click.option("--cap", type=int, metavar="K", help="In-flight micro-batches at the first stage, of schedule 1f1b.")
-@click.option("--stages", type=int, help="A pipeline of so many stages without replicas.")
+@renamed("--in-flight", "cap", type=int, metavar="K",
+         help="In-flight micro-batches at the first stage, for schedule 1f1b.")  # fmt: skip
+@click.option("--stages", type=int, help="Pipeline parallelism (PP) with this many stages, none replicated.")
 @click.option("--strategy", default="exact", show_default=True, help=", ".join(STRATEGIES) + ".")
 @click.option("--space", type=click.Choice(["full", "paper"]), default="full", show_default=True,
-              help="paper: N stages without replicas, or data parallelism without accumulation.")  # fmt: skip
+              help="paper: PP with N stages, or data parallelism without gradient accumulation.")  # fmt: skip
 @click.option(
     "--optimizer",
     help=f"{', '.join(OPTIMIZERS)}, or one that was profiled.  [default: as profiled, or sgd]",
 )
 @click.option(
     "--dtype",
-    default="fp32",
-    show_default="fp32; fp16 on FPGAs",
+    show_default="fp32; fp16 on FPGAs; a profile's own",
     help="Of weights and activations, where nothing was measured.",
 )
 @click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
@@ -66,10 +67,10 @@ def plan_command(model: str, **options: Any) -> None:
 
     \b
     Examples:
-      bapipe plan vgg16 --cluster 4xv100 --minibatch 2048
+      bapipe plan vgg16 --cluster 4xv100 --global-batch 2048
       bapipe plan gnmt-8 --cluster 4xv100 --link-bandwidth 1.6GB/s --space paper --explain --strategy bapipe
       bapipe plan bert-large --cluster cluster.toml --optimizer adam --out plan.json
-      bapipe plan resnet50 --cluster 2xvcu129+2xvcu118 --minibatch 128 --dtype fp16
+      bapipe plan resnet50 --cluster 2xvcu129+2xvcu118 --global-batch 128 --dtype fp16
     """
     cluster = cluster_with(
         options["cluster"], memory_limit=options["memory_limit"], link_bandwidth=options["link_bandwidth"]
@@ -77,9 +78,7 @@ def plan_command(model: str, **options: Any) -> None:
     if goes_on_fpgas(model, cluster):
         from bapipe.cli.fpga import plan_on_fpgas
 
-        given = click.get_current_context().get_parameter_source("dtype") is ParameterSource.COMMANDLINE
-        own = {**options, "dtype": options["dtype"] if given else FPGA_DTYPE}
-        plan_on_fpgas(model, cluster, _request(options), own)
+        plan_on_fpgas(model, cluster, _request(options), {**options, "dtype": options["dtype"] or FPGA_DTYPE})
         return
     if options["assume"]:
         raise BaPipeError("--assume is for FPGA clusters and models without a profile; leave it out")
@@ -131,12 +130,11 @@ def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[st
 
 
 def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
-    from rich.console import Console
-
+    from bapipe.reporting.terminal.console import terminal
     from bapipe.reporting.terminal.plan_table import render_plan, render_steps
     from bapipe.reporting.terminal.timeline_text import render_text
 
-    console = Console(highlight=False)
+    console = terminal()
     console.print(render_plan(plan))
     if options["explain"]:
         console.print(render_steps(found.paper_steps))
@@ -149,7 +147,7 @@ def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
     if options["out"]:
         console.print(f"wrote {options['out']}", soft_wrap=True)
     for line in options.get("written", ()):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
 
 
 def _compare(profile: Profile, cluster: Cluster, request: Request, options: dict[str, Any]) -> None:
@@ -191,12 +189,13 @@ def _with_strategy(request: Request, strategy: str) -> Request:
 
 
 def _print_comparison(profile: Profile, rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from bapipe.reporting.terminal.console import terminal
 
     best = max((row["throughput"] for row in rows if row["time"] is not None), default=1.0)
     table = Table(title=f"{profile.model.name}: strategies by the same simulator", title_justify="left")
-    for header in ("strategy", "plan", "time", "of best", "over bound", "memory"):
+    for header in ("strategy", "plan", "time", "relative", "over bound", "memory"):
         left = header in ("strategy", "plan")
         table.add_column(header, justify="left" if left else "right", no_wrap=header != "plan")
     for row in rows:
@@ -212,10 +211,10 @@ def _print_comparison(profile: Profile, rows: list[dict[str, Any]]) -> None:
             f"{row['gap']:.1%}",
             format_bytes(row["memory_bytes"]),
         )
-    console = Console(highlight=False)
+    console = terminal()
     console.print(table)
     console.print(
-        "1-1-1: accelerators of each stage; b: micro-batch size; of best: samples/s beside the best row's; "
+        "1-1-1: accelerators of each stage; b: micro-batch size; relative: throughput over the best row's; "
         "memory: on the fullest accelerator.",
         soft_wrap=True,
     )

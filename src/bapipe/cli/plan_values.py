@@ -28,7 +28,7 @@ def flat_plan(plan: Plan, *, dataset_size: int | None) -> dict[str, Any]:
         "source": prediction.source,
         "strategy": plan.strategy,
         "model": plan.model.name,
-        "rivals": [dataclasses.asdict(rival) for rival in plan.rivals],
+        "rivals": [dataclasses.asdict(alternative) for alternative in plan.rivals],
         "notes": list(plan.notes),
     }
     if dataset_size:

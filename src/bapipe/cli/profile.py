@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bapipe.cli.options import renamed
 from bapipe.cli.values import Counts, Numbers
 from bapipe.costs.profile import CostTable, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
@@ -37,7 +38,7 @@ __all__ = [
 @click.command("profile")
 @click.argument("model", required=False)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--microbatch", "microbatches", type=Counts(), default="1,2,4,8", show_default=True, help="Sizes.")
+@renamed("--micro-batch", "microbatches", type=Counts(), default="1,2,4,8", show_default=True, help="Sizes.")
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, tf32, bf16, fp16 or fp64.")
 @click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="Passed to the model's function.")
 @click.option(
@@ -74,7 +75,7 @@ def profile_command(model: str | None, **options: Any) -> None:
 
     \b
     Examples:
-      bapipe profile vgg16 --device cuda --microbatch 1,2,4,8,16,32,64 -o profile.json
+      bapipe profile vgg16 --device cuda --micro-batch 1,2,4,8,16,32,64 -o profile.json
       bapipe profile my_package.my_model:build --arg layers=24 --dtype bf16 --device cuda -o profile.json
       bapipe profile gnmt-8 --device cuda --slice-of 4 --slice-memory 16GB -o slice.json
       bapipe profile --links --ranks 4 -o cluster.toml
@@ -163,11 +164,12 @@ def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> I
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
     """A bar with the time left, on a terminal's standard error."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    from bapipe.reporting.terminal.console import terminal
+
     columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("capturing", total=1.0)
 
@@ -178,16 +180,17 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
 
 
 def _print(found: Profiled, out: str | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from bapipe.reporting.terminal.console import terminal
+
+    console = terminal()
     name, costs = next(iter(found.profile.accelerators.items()))
     row = len(costs.microbatches) - 1
     title = f"{found.profile.model.name} on {name}, {found.profile.dtype}, micro-batch {costs.microbatches[row]}"
     table = Table(title=title, title_justify="left")
     added = ("each part adds",) if costs.part_forward and costs.part_backward else ()
-    for header in ("layer", "parameters", "forward", "backward", "of it weights", "crosses", "stash", *added):
+    for header in ("layer", "parameters", "forward", "backward", "weight gradient", "crosses", "saved", *added):
         table.add_column(header, justify="left" if header == "layer" else "right", overflow="fold")
     assert costs.weight_gradient is not None
     for index, layer in enumerate(found.profile.layers):
@@ -219,9 +222,9 @@ def _part_cells(costs: CostTable, row: int, index: int) -> list[str]:
 
 
 def _print_agreement(measured: Measurement) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from bapipe.reporting.terminal.console import terminal
     from bapipe.torch.profiler.assemble_profile import agreement, spread
 
     table = Table(title="forward and backward of all layers against the whole step", title_justify="left")
@@ -238,7 +241,7 @@ def _print_agreement(measured: Measurement) -> None:
                 f"{spread(measured, size)[0]:.1%}",
             )
     if table.row_count:
-        Console(highlight=False).print(table)
+        terminal().print(table)
 
 
 def _links(options: dict[str, Any]) -> None:
@@ -259,8 +262,9 @@ def _links(options: dict[str, Any]) -> None:
 
 
 def _print_links(samples: Any, title: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from bapipe.reporting.terminal.console import terminal
 
     table = Table(title=title, title_justify="left")
     for header in ("ranks", "message", "directions", "time", "bytes/s each"):
@@ -273,7 +277,7 @@ def _print_links(samples: Any, title: str) -> None:
             format_seconds(item.seconds.median),
             f"{format_bytes(item.nbytes / item.seconds.median)}/s",
         )
-    Console(highlight=False).print(table)
+    terminal().print(table)
 
 
 @click.command("merge")

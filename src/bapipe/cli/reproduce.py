@@ -78,11 +78,10 @@ def _values(table: Any, extra: Any) -> Any:
 
 
 def _print(tables: Any, extra: Any, environment: str | None) -> None:
-    from rich.console import Console
-
+    from bapipe.reporting.terminal.console import terminal
     from bapipe.reproduce.render_tables import render_table
 
-    console = Console(highlight=False)
+    console = terminal()
     for table in tables:
         console.print(render_table(table, extra[table.name]))
     if environment is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from bapipe.cli.options import renamed
 from bapipe.cli.values import Counts, Numbers, plain_number
 from bapipe.errors import BaPipeError
 from bapipe.io.files import write_text
@@ -41,12 +42,12 @@ _LINKS = {
 @click.command("simulate")
 @click.argument("schedule")
 @click.option("--stages", "-n", type=int, help="Number of stages N (accelerators, for interleaved).")
-@click.option("--microbatches", "-m", type=int, help="Micro-batches per mini-batch M.")
+@renamed("--micro-batches", "-m", "microbatches", type=int, help="Micro-batches per global batch M.")
 @click.option("--forward", type=Numbers(), required=True, help="Forward time, one value or one per stage.")
 @click.option("--backward", type=Numbers(), required=True, help="Backward time, one value or one per stage.")
 @click.option("--transfer", type=Numbers(), default="0", show_default=True, help="Transfer time, one or per link.")
-@click.option("--transfer-backward", type=Numbers(), help="Transfer time of errors.  [default: as --transfer]")
-@click.option("--cap", "caps", type=Counts(), help="K per stage, for schedules 1f1b and zb.")
+@click.option("--transfer-backward", type=Numbers(), help="The same for gradients.  [default: as --transfer]")
+@renamed("--in-flight", "caps", type=Counts(), help="In-flight micro-batches K per stage, for 1f1b and zb.")
 @click.option("--replicas", type=Counts(), help="Replicas per stage, such as 3,1.")
 @click.option("--virtual", type=int, default=2, show_default=True, help="Stages per accelerator (interleaved).")
 @click.option(
@@ -54,7 +55,7 @@ _LINKS = {
 )
 @click.option("--weight-gradient", type=Numbers(), help="Part of the backward that is W.  [default: half]")
 @click.option("--all-reduce", type=Numbers(), help="All-reduce time per stage with replicas.")
-@click.option("--update", type=Numbers(), help="Optimizer time per stage.")
+@renamed("--optimizer-step", "update", type=Numbers(), help="Time of the optimizer step per stage.")
 @click.option("--recompute", is_flag=True, help="Recompute the forward before each backward.")
 @click.option(
     "--links", type=click.Choice(list(_LINKS)), default="fifo", show_default=True, help="How links behave."
@@ -68,13 +69,13 @@ _LINKS = {
 def simulate_command(schedule: str, as_json: bool, **options: Any) -> None:
     """Time one schedule, or compare them all.
 
-    SCHEDULE is gpipe, 1f1b-sno, 1f1b-so, 1f1b (with --cap), 1f1b-as, fbp-as, pipedream, interleaved, zb-h1, zb-h2,
-    zb (with --cap), a schedule file (.json, or torch's .csv), or all. Times are in any unit you like.
+    SCHEDULE is gpipe, 1f1b-sno, 1f1b-so, 1f1b (with --in-flight), 1f1b-as, fbp-as, pipedream, interleaved, zb-h1,
+    zb-h2, zb (with --in-flight), a schedule file (.json, or torch's .csv), or all. Times are in any unit you like.
 
     \b
     Examples:
       bapipe simulate 1f1b-sno -n 4 -m 16 --forward 10 --backward 20 --transfer 5
-      bapipe simulate 1f1b -n 4 -m 16 --cap 7,5,3,1 --forward 10 --backward 20 --transfer 5
+      bapipe simulate 1f1b -n 4 -m 16 --in-flight 7,5,3,1 --forward 10 --backward 20 --transfer 5
       bapipe simulate all -n 4 -m 16 --forward 10,12,9,10 --backward 20 --transfer 5 --json
     """
     if schedule == "all":
@@ -111,12 +112,12 @@ def _refuse_files(options: dict[str, Any]) -> None:
         if options[name]:
             raise BaPipeError("'all' compares schedules and draws none; name one schedule to write a file")
     if options["caps"]:
-        raise BaPipeError("--cap belongs to the schedule 1f1b, not to 'all'")
+        raise BaPipeError("--in-flight belongs to the schedule 1f1b, not to 'all'")
 
 
 def _sizes(options: dict[str, Any]) -> tuple[int, int]:
-    for name in ("stages", "microbatches"):
-        if options[name] is None:
+    for name, parameter in (("stages", "stages"), ("micro-batches", "microbatches")):
+        if options[parameter] is None:
             raise BaPipeError(f"--{name} is missing; give a whole number of at least 1")
     stages, microbatches = options["stages"], options["microbatches"]
     ranks = max(stages, sum(options["replicas"] or ()))
@@ -134,9 +135,11 @@ def _sizes(options: dict[str, Any]) -> tuple[int, int]:
 def _schedule(name: str, options: dict[str, Any]) -> Schedule:
     if name.endswith((".json", ".csv")) or os.sep in name:
         made = read_schedule(Path(name))
-        for option, got in (("stages", made.num_stages), ("microbatches", made.num_microbatches)):
-            if options[option] not in (None, got):
-                raise BaPipeError(f"{name} has {got} {option}, but --{option} says {options[option]}; drop it")
+        sizes = (("stages", made.num_stages), ("micro-batches", made.num_microbatches))
+        for option, got in sizes:
+            given = options[option.replace("-", "")]
+            if given not in (None, got):
+                raise BaPipeError(f"{name} has {got} {option}, but --{option} says {given}; drop it")
         require_valid(made)
     else:
         stages, microbatches = _sizes(options)
@@ -226,15 +229,15 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("time", f"{summary.time:g}"),
         ("closed form", form),
         ("bubble", f"{summary.bubble:.1%}"),
-        ("peak features", _listed(summary.peak_features) + " micro-batches"),
+        ("in-flight at the peak", _listed(summary.peak_features) + " micro-batches"),
         ("weights memory", _listed(summary.weights_memory) + " w"),
         ("exposed communication", _listed(summary.exposed_communication)),
         ("bandwidth to hide transfers", f"{summary.bandwidth_demand:.4g} boundaries per unit of time"),
     ]
     if summary.period is not None:
-        rows.insert(1, ("steady period", f"{summary.period:g} per mini-batch; the pipeline never flushes"))
+        rows.insert(1, ("steady period", f"{summary.period:g} per global batch; the pipeline never flushes"))
     if summary.caps is not None:
-        rows.append(("caps K", _listed(summary.caps)))
+        rows.append(("in-flight limit K", _listed(summary.caps)))
     if summary.slots is not None:
         rows.append(("slot rule", summary.slots))
     if summary.span < summary.makespan * (1 - 1e-9):
@@ -248,28 +251,29 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def _print_one(summary: Summary, timeline: Timeline, title: str) -> None:
-    from rich.console import Console
-
+    from bapipe.reporting.terminal.console import terminal
     from bapipe.reporting.terminal.timeline_text import render_text
 
-    console = Console(highlight=False)
+    console = terminal()
     console.print(render_text(timeline, width=console.width, color=console.is_terminal, title=title))
     console.print()
     for name, value in _figures(summary):
-        console.print(f"{name:<28} {value}", markup=False, soft_wrap=True)
+        console.print(f"{name:<28} {value}", soft_wrap=True)
 
 
 def _print_table(rows: list[Summary], options: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from bapipe.reporting.terminal.console import terminal
+
+    console = terminal()
     best = min(row.time for row in rows)
     table = Table(
         title=f"{options['stages']} stages, {options['microbatches']} micro-batches", title_justify="left"
     )
-    for header in ("schedule", "time", "vs best", "bubble", "closed form", "peak features", "weights w"):
-        table.add_column(header, justify="left" if header == "schedule" else "right")
+    for header in ("schedule", "time", "relative", "bubble", "closed form", "in flight", "weights w"):
+        named = header == "schedule"
+        table.add_column(header, justify="left" if named else "right", no_wrap=named, overflow="fold")
     for row in sorted(rows, key=lambda row: row.time):
         form = (
             "–" if row.closed_form is None else f"{row.closed_form:g}{'' if row.closed_form_valid else ' (n/a)'}"
@@ -277,7 +281,7 @@ def _print_table(rows: list[Summary], options: dict[str, Any]) -> None:
         table.add_row(
             row.schedule + (" (least K)" if row.schedule in ("1f1b", "zb") else ""),
             f"{row.time:g}",
-            f"{row.time / best:.3f}x",
+            f"{best / row.time:.3f}x",
             f"{row.bubble:.1%}",
             form,
             f"{max(row.peak_features):g}",
@@ -285,7 +289,8 @@ def _print_table(rows: list[Summary], options: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        "peak features: micro-batches on the fullest accelerator. (n/a): outside the formula's range.\n"
+        "relative: throughput over the best row's; in flight: micro-batches on the fullest accelerator. "
+        "(n/a): outside the formula's range.\n"
         "1f1b-as and fbp-as assume links that send while computing (FPGA); pipedream never flushes and "
         "trains with stale weights.",
         soft_wrap=True,

@@ -10,9 +10,9 @@ import click
 
 from bapipe.analysis.what_if import WhatIf, fpga_answers, gpu_answers, parse_sweep, sweep_cluster
 from bapipe.cli.fpga import read_cnn
+from bapipe.cli.options import renamed
 from bapipe.cli.values import plain_number
 from bapipe.costs.profile import Profile
-from bapipe.costs.resolve_model import DEFAULT_DTYPE
 from bapipe.errors import BaPipeError
 from bapipe.fpga import parse_assumptions
 from bapipe.hardware.cluster import Cluster
@@ -30,10 +30,10 @@ __all__ = ["what_if_command"]
 @click.option("--sweep", "sweeps", multiple=True, required=True, metavar="NAME=LOW..HIGH",
               help="Once or twice: link, memory, count, ddr, board.dsp, vcu118.ram…; or NAME=A,B,C.")  # fmt: skip
 @click.option("--points", type=int, default=7, show_default=True, help="Values from LOW to HIGH.")
-@click.option("--minibatch", type=int, help="Samples per update.  [default: as bapipe plan]")
-@click.option("--microbatch", type=int, help="Micro-batch size.  [default: the best]")
+@renamed("--global-batch", "minibatch", type=int, help="Samples per optimizer step.  [default: as bapipe plan]")
+@renamed("--micro-batch", "microbatch", type=int, help="Micro-batch size.  [default: the best]")
 @click.option("--schedule", help="Only this schedule.")
-@click.option("--dtype", help="Of weights and features.  [default: fp32; fp16 on FPGAs]")
+@click.option("--dtype", help="Of weights and activations.  [default: fp32; fp16 on FPGAs]")
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="An assumption of the FPGA model.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Draw it into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -70,11 +70,10 @@ def what_if_command(model: str, **options: Any) -> None:
     if options["as_json"]:
         click.echo(json.dumps(plain_number(_values(found)), indent=1, allow_nan=False))
         return
-    from rich.console import Console
-
+    from bapipe.reporting.terminal.console import terminal
     from bapipe.reporting.terminal.what_if_chart import render_what_if
 
-    console = Console(highlight=False)
+    console = terminal()
     console.print(render_what_if(found, title=title))
     if options["svg"]:
         console.print(f"wrote {options['svg']}", soft_wrap=True)
@@ -88,5 +87,4 @@ def _values(found: WhatIf) -> dict[str, Any]:
 
 
 def _profile(model: str, cluster: Cluster, options: dict[str, Any]) -> Profile:
-    dtype = options["dtype"] if model.lower().endswith(".json") else options["dtype"] or DEFAULT_DTYPE
-    return profile_for(model, cluster, microbatch=options["microbatch"], dtype=dtype)
+    return profile_for(model, cluster, microbatch=options["microbatch"], dtype=options["dtype"])

@@ -19,7 +19,7 @@ __all__ = ["make_fpga_plan", "schedule_reason"]
 
 
 def make_fpga_plan(found: FpgaExploration) -> Plan:
-    """The plan of the best pipeline, with what every board is built with and every rival."""
+    """The plan of the best pipeline, with what every board is built with and every alternative."""
     best = found.best
     schedule, timeline = simulated(best, found.cluster)
     profile = fpga_profile(found.network, found.boards, dtype=found.dtype, microbatches=(best.rule.microbatch,))
@@ -45,7 +45,7 @@ def make_fpga_plan(found: FpgaExploration) -> Plan:
             gap=timeline.time / found.lower_bound - 1,
             source="simulated",
         ),
-        rivals=_rivals(found, timeline.time),
+        rivals=_alternatives(found, timeline.time),
         notes=_notes(found, timeline.time),
         deployment=deploy(best, found.cluster),
     )
@@ -107,11 +107,11 @@ def _pace(time: float, best: float) -> str:
     return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"
 
 
-def _rivals(found: FpgaExploration, time: float) -> tuple[Rival, ...]:
-    rivals = []
+def _alternatives(found: FpgaExploration, time: float) -> tuple[Rival, ...]:
+    alternatives = []
     for name, outcome in found.by_schedule.items():
         if outcome is not found.best:
-            rivals.append(
+            alternatives.append(
                 Rival(
                     name=f"{name}, {len(outcome.loads)} stages, micro-batch {outcome.rule.microbatch}",
                     time=outcome.time,
@@ -119,20 +119,25 @@ def _rivals(found: FpgaExploration, time: float) -> tuple[Rival, ...]:
                     reason=f"{_pace(outcome.time, time)}; {_why(outcome)}",
                 )
             )
-    for rival in found.rivals:
-        fullest = max(item.memory for item in rival.replicas)
-        reason = "does not fit" if rival.time is None else f"{_pace(rival.time, time)}; {_bound(rival)}"
-        rivals.append(
-            Rival(name=f"data parallelism, {rival.variant}", time=rival.time, memory_bytes=fullest, reason=reason)
+    for way in found.alternatives:
+        fullest = max(item.memory for item in way.replicas)
+        reason = "does not fit" if way.time is None else f"{_pace(way.time, time)}; {_bound(way)}"
+        alternatives.append(
+            Rival(
+                name=f"data parallelism, {way.variant}",
+                time=way.time,
+                memory_bytes=fullest,
+                reason=reason,
+            )
         )
-    return tuple(rivals)
+    return tuple(alternatives)
 
 
-def _bound(rival: DataParallel) -> str:
+def _bound(alternative: DataParallel) -> str:
     """ρ of every type: above 1 the board waits for DDR."""
-    ratios = dict.fromkeys((item.type, round(item.ratio, 2)) for item in rival.replicas)
+    ratios = dict.fromkeys((item.type, round(item.ratio, 2)) for item in alternative.replicas)
     shown = ", ".join(f"{kind} {ratio:g}" for kind, ratio in ratios)
-    return f"ρ = D/C: {shown}; sync {format_seconds(rival.synchronise)}"
+    return f"ρ = D/C: {shown}; sync {format_seconds(alternative.synchronise)}"
 
 
 def _why(outcome: Outcome) -> str:
@@ -140,7 +145,7 @@ def _why(outcome: Outcome) -> str:
     load = outcome.loads[min(index, len(outcome.loads) - 1)]
     if outcome.rule.schedule == "1f1b-as" and kind == "dsp":
         return f"refills {load.fill * outcome.rule.refill:.1f} image times of layers at each change of direction"
-    return {"dsp": "DSPs bind", "ddr": "DDR binds: twice the features in flight", "link": "a link binds"}[kind]
+    return {"dsp": "DSPs bind", "ddr": "DDR binds: twice the activations in flight", "link": "a link binds"}[kind]
 
 
 def schedule_reason(found: FpgaExploration) -> str:
@@ -159,14 +164,14 @@ def schedule_reason(found: FpgaExploration) -> str:
             f"{format_seconds(theirs)}, as it {_why(other)}"
         )
     return (
-        f"{chosen}: {format_seconds(ours)} per image and half the features in flight; {against} takes "
+        f"{chosen}: {format_seconds(ours)} per image and half the activations in flight; {against} takes "
         f"{format_seconds(theirs)}, {_why(other)}"
     )
 
 
 def _notes(found: FpgaExploration, time: float) -> tuple[str, ...]:
     notes = [schedule_reason(found)]
-    faster = [item for item in found.rivals if item.time is not None and item.time < time]
+    faster = [item for item in found.alternatives if item.time is not None and item.time < time]
     if faster:
         best = min(faster, key=lambda item: item.time or 0.0)
         notes.append(

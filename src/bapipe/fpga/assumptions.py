@@ -25,7 +25,7 @@ class Parameters:
     gradient_passes: float = 2.0
     """times an image passes over a gradient accumulator that lies in DDR"""
     feature_passes: float = 2.0
-    """times an image passes over a feature that lies in DDR"""
+    """times an image passes over an activation that lies in DDR"""
     reuse: int = 1
     """images that share one pass over weights and gradients in DDR"""
     ddr_efficiency: float = 1.0

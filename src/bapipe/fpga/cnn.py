@@ -80,7 +80,7 @@ class Cnn:
 
     @property
     def training_macs(self) -> float:
-        """Multiply-adds of forward, error and weight gradient of one image."""
+        """Multiply-adds of forward, input gradient and weight gradient of one image."""
         return sum(layer.training_macs for layer in self.layers)
 
     @property
@@ -161,7 +161,7 @@ def _geometry(layer: Layer) -> Geometry | None:
     macs = layer.forward_flops / 2
     if layer.conv is not None:
         inputs, outputs, kernel, height, width = layer.conv
-        # A captured kernel of 1 × 7 is told from 7 × 7 by its FLOPs.
+        # A captured kernel of 1 × 7 is distinguished from 7 × 7 by its FLOPs.
         taps = macs / (inputs * outputs * height * width)
         whole = max(1, round(taps)) if taps > 0 and abs(taps - round(taps)) < 1e-6 else kernel**2
         return Geometry(inputs, outputs, whole, height * width)

@@ -65,7 +65,7 @@ class Units:
         return found
 
     def demand(self, u: Ints, v: Ints, *, images: int, board: Board, copies: float) -> Demand:
-        """Bytes that the stage keeps with so many live images and `copies` of optimizer state."""
+        """Bytes that the stage keeps with so many in-flight images and `copies` of optimizer state."""
         first, last = self.layer[u], self.layer[v - 1]
         weights = (self.weights[v] - self.weights[u]) * board.element
         return Demand(
@@ -113,7 +113,7 @@ def make_units(network: Cnn, parameters: Parameters) -> Units:
 
 
 def line_buffer(network: Cnn, index: int) -> float:
-    """Elements of a layer's FIFOs: the kernel's rows and one more of its input, and of the error at its output."""
+    """Elements of a layer's FIFOs: the kernel's rows and one more of its input, and of its output's gradient."""
     layer = network.layers[index]
     if not layer.modules:
         return 0.0

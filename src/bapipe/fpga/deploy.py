@@ -95,7 +95,7 @@ def _modules(held: Sequence[Held], load: StageLoad, parameters: Parameters) -> I
             else:
                 tile = tile_at(item.geometry, cycles, board.macs_per_dsp)
                 assert tile is not None, "the interval was chosen so that every module has a tile"
-                # EB reads errors of output channels and makes those of input channels.
+                # EB reads gradients of output channels and makes those of input channels.
                 sizes = (tile.tm, tile.tn, tile.tk) if name == "EB" else (tile.tn, tile.tm, tile.tk)
                 dsp, taken = float(tile.dsp), float(tile.cycles)
             yield Module(

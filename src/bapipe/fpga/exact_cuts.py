@@ -1,8 +1,8 @@
-"""The exact search: the cuts of least mini-batch time on a run of boards in a chain.
+"""The exact search: the cuts of least time per global batch on a run of boards in a chain.
 
 T = (M+N−1)·P + update, P the longest of every stage's compute and DDR and every cut's transfer. For a trial P the
-positions that a stage can reach grow with its last unit, so one pass over the boards tells whether P can be kept;
-bisection finds the least P, and thresholds on transfers and updates trade the other terms against it.
+positions that a stage can reach grow with its last unit, so one pass over the boards shows whether P can be kept;
+bisection finds the least P, and thresholds on transfers and optimizer steps trade the other terms against it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Bools = NDArray[np.bool_]
 _EXACT, _GRID = 1e-10, 1e-4
 """relative width at which bisection stops: fluid allocation, and integer, whose table is no finer"""
 _TRADES_SMALL, _TRADES_LARGE, _SMALL = 200, 6, 200
-"""how often thresholds on transfers and updates are tightened, and units up to which a search is small"""
+"""how often thresholds on transfers and optimizer steps are tightened, and units up to which a search is small"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,7 +157,7 @@ def _link_periods(run: Run) -> Floats:
 
 
 def _period_of(run: Run, cuts: Sequence[int], busy: Floats) -> tuple[float, float, float]:
-    """Period, longest transfer and exposed update of cuts, compute by the fluid rule (exact there)."""
+    """Period, longest transfer and exposed optimizer step of cuts, compute by the fluid rule (exact there)."""
     u = np.array([0, *cuts[:-1]], np.int64)
     v = np.array(cuts, np.int64)
     period = transfer = 0.0
@@ -212,7 +212,7 @@ def best_cuts(run: Run, *, beat: float = math.inf) -> BestCuts | None:
     """The cuts of least time, if that is less than `beat`; None otherwise, or if nothing fits.
 
     With fluid allocation the result is the optimum over all places where the network may be cut, up to 10⁻¹⁰ and,
-    beyond 200 units, up to the number of trades between period, transfers and updates that are tried.
+    beyond 200 units, up to the number of trades between period, transfers and optimizer steps that are tried.
     """
     if run.depth > len(run.units) or run.bound() >= beat:
         return None

@@ -50,14 +50,14 @@ class FpgaExploration:
     best: Outcome
     by_schedule: dict[str, Outcome]
     """the best of each schedule that was tried"""
-    rivals: tuple[DataParallel, ...]
+    alternatives: tuple[DataParallel, ...]
     steps: tuple[Step, ...]
     tried: int
     """cuts of a schedule, micro-batch and run of boards that were searched for"""
 
     @property
     def lower_bound(self) -> float:
-        """Seconds per mini-batch: all DSPs of all boards busy all the time, equation (1), no communication."""
+        """Seconds per global batch: all DSPs of all boards busy all the time, equation (1), no communication."""
         return self.minibatch * self.network.training_macs / sum(board.rate for board in self.boards)
 
 
@@ -100,7 +100,7 @@ def explore_fpga(
 ) -> FpgaExploration:
     """Find the fastest pipeline over the boards in their cabled order, and weigh data parallelism beside it.
 
-    Data parallelism is shown among the rivals and never chosen: whether it is slower depends on its variant.
+    Data parallelism is shown among the alternatives and never chosen: whether it is slower depends on its variant.
     Raises InfeasibleError, saying what is short, if no pipeline fits.
     """
     request = request or Request()
@@ -149,7 +149,7 @@ def explore_fpga(
         minibatch=minibatch,
         best=min(found.values(), key=_rank),
         by_schedule=found,
-        rivals=tuple(
+        alternatives=tuple(
             data_parallel(
                 units, cluster, boards, variant=variant, minibatch=minibatch, copies=copies, parameters=parameters
             )
@@ -167,13 +167,13 @@ def _refuse(request: Request) -> None:
         )
     if request.cap is not None:
         raise BaPipeError(
-            f"--cap belongs to the schedule 1f1b, which does not suit FPGAs; {', '.join(FPGA_SCHEDULES)} set "
-            "their own K per stage; leave it out"
+            f"--in-flight belongs to the schedule 1f1b, which does not suit FPGAs; {', '.join(FPGA_SCHEDULES)} "
+            "set their own K per stage; leave it out"
         )
     if request.schedule not in (None, *FPGA_SCHEDULES):
         raise BaPipeError(
             f"schedule {request.schedule} does not suit FPGAs; known here: {', '.join(FPGA_SCHEDULES)} "
-            "(data parallelism is among the rivals)"
+            "(data parallelism is among the alternatives)"
         )
 
 
@@ -325,6 +325,6 @@ def _nothing_fits(setting: _Setting) -> InfeasibleError:
     total = 2 * units.network.weights * element
     have = sum(board.ram + board.ddr for board in boards)
     return InfeasibleError(
-        f"{units.network.name} does not fit: weights and gradients take {format_bytes(total)}, features come "
+        f"{units.network.name} does not fit: weights and gradients take {format_bytes(total)}, activations come "
         f"on top, RAM and DDR of all boards hold {format_bytes(have)}; add boards, DDR or RAM"
     )

@@ -48,9 +48,9 @@ class Outcome:
     period: float
     """P, seconds per micro-batch: the longest of all stages and cuts, which all boards keep"""
     update: float
-    """seconds of the updates after the last backward"""
+    """seconds of the optimizer steps after the last backward"""
     time: float
-    """seconds per mini-batch by the closed form, which the simulator confirms"""
+    """seconds per global batch by the closed form, which the simulator confirms"""
 
     @property
     def rule(self) -> Rule:
@@ -153,7 +153,7 @@ def costs_of(outcome: Outcome) -> Costs:
 
 
 def simulated(outcome: Outcome, cluster: Cluster) -> tuple[Schedule, Timeline]:
-    """The schedule with its updates, and every action of it timed."""
+    """The schedule with its optimizer steps, and every action of it timed."""
     schedule = with_update(outcome.rule.order(len(outcome.loads)))
     ranks = tuple(range(outcome.offset, outcome.offset + len(outcome.loads)))
     return schedule, simulate(schedule, costs_of(outcome), network_of(cluster, ranks, schedule))

@@ -1,11 +1,11 @@
-"""Data parallelism on FPGAs, three ways, as rivals of the pipeline.
+"""Data parallelism on FPGAs, three ways, as alternatives to the pipeline.
 
-Every board holds the whole network and streams its share of the mini-batch, shares balanced by throughput. What
+Every board holds the whole network and streams its share of the global batch, shares balanced by throughput. What
 decides is where weights and gradients lie, so all variants are shown:
 
-- paper-ddr: in DDR, as the paper says of its baseline; features on chip as far as they fit;
-- greedy-on-chip: on chip as far as they fit, then features, as the pipeline places them;
-- batched-reuse: in DDR, but each pass over them serves several images, whose features are then live together.
+- paper-ddr: in DDR, as the paper says of its baseline; activations on chip as far as they fit;
+- greedy-on-chip: on chip as far as they fit, then activations, as the pipeline places them;
+- batched-reuse: in DDR, but each pass over them serves several images, whose activations are then kept together.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from bapipe.planner.evaluate import all_reduce_time
 __all__ = ["DP_VARIANTS", "DataParallel", "Replica", "data_parallel"]
 
 DP_VARIANTS = ("paper-ddr", "greedy-on-chip", "batched-reuse")
-_LIVE = 2
-"""images whose features are live on a board that runs forward and backward at once: Table I with N = 1"""
+_IN_FLIGHT = 2
+"""images whose activations are kept on a board that runs forward and backward at once: Table I with N = 1"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Replica:
     ddr: float
     """D, seconds per image"""
     images: int
-    """its share of a mini-batch"""
+    """its share of a global batch"""
     memory: float
     """bytes on chip and in DDR"""
 
@@ -58,9 +58,9 @@ class DataParallel:
     variant: str
     replicas: tuple[Replica, ...]
     synchronise: float
-    """seconds: the all-reduce or the update in DDR, whichever takes longer"""
+    """seconds: the all-reduce or the optimizer step in DDR, whichever takes longer"""
     time: float | None
-    """seconds per mini-batch; None if a board cannot hold the network"""
+    """seconds per global batch; None if a board cannot hold the network"""
 
 
 def data_parallel(
@@ -104,17 +104,17 @@ def data_parallel(
 def _figures(
     units: Units, board: Board, variant: str, copies: float, parameters: Parameters
 ) -> tuple[float, float, float, bool, float]:
-    """C, D, update, whether it fits, and the bytes it takes."""
+    """C, D, optimizer step, whether it fits, and the bytes it takes."""
     reuse = parameters.dp_reuse if variant == "batched-reuse" else parameters.reuse
-    live = _LIVE * reuse
+    in_flight = _IN_FLIGHT * reuse
     start, end = np.int64(0), np.int64(len(units))
-    demand = units.demand(start, end, images=live, board=board, copies=copies)  # type: ignore[arg-type]
+    demand = units.demand(start, end, images=in_flight, board=board, copies=copies)  # type: ignore[arg-type]
     placed = spill(demand, board, on_chip=variant == "greedy-on-chip")
     compute = compute_seconds(units, 0, len(units), board, parameters)
     ddr = float(ddr_seconds(placed, board, parameters, reuse=reuse))
     update = float(update_seconds(placed, board, parameters))
     fits = bool(placed.fits) and bool(np.isfinite([compute, ddr, update]).all())
-    memory = float(demand.weights * 2 + demand.features * live + demand.buffers + demand.state)
+    memory = float(demand.weights * 2 + demand.features * in_flight + demand.buffers + demand.state)
     return compute, ddr, update, fits, memory
 
 

@@ -1,4 +1,4 @@
-"""Rule: what a schedule makes of a stage's compute, its features in flight and its transfers.
+"""Rule: what a schedule makes of a stage's compute, its activations in flight and its transfers.
 
 Both schedules of Table I run all boards in step: one period P per micro-batch, of which the forward takes the
 share φ that it has of the network's work. 1f1b-as changes between forward and backward and drains the chain of
@@ -41,7 +41,7 @@ class Rule:
         return self.minibatch // self.microbatch
 
     def images(self, behind: int) -> int:
-        """Images live at a stage with so many boards from it to the end: b · min(M, K) with K of Table I."""
+        """Images in flight at a stage with so many boards from it to the end: b · min(M, K) with K of Table I."""
         return self.microbatch * inflight_microbatches(self.schedule, behind, self.microbatches)
 
     def slots(self, fill: Any) -> Any:
@@ -59,7 +59,7 @@ class Rule:
     def link_period(self, forward: Any, backward: Any, link: Link) -> Any:
         """The least period in which a cut's transfers hide behind compute.
 
-        fbp-as sends both ways all the time: 2a/(F+B) in all. 1f1b-as has only F for the features and B for the
+        fbp-as sends both ways all the time: 2a/(F+B) in all. 1f1b-as has only F for the activations and B for the
         errors: a/F (Table I, "Bandwidth").
         """
         busy = self.transfer(forward, backward, link)
@@ -70,16 +70,16 @@ class Rule:
         return np.maximum(busy, each + link.latency * (each > 0))
 
     def head_start(self, index: int, period: float) -> float:
-        """Seconds before the last backward ends that a stage, from 0, may begin its update.
+        """Seconds before the last backward ends that a stage, from 0, may begin its optimizer step.
 
-        Under 1f1b-as the last backward travels from the last stage to the first; fbp-as updates after all slots.
+        Under 1f1b-as the last backward travels from the last stage to the first; fbp-as steps after all slots.
         """
         if self.schedule != "1f1b-as" or index == 0:
             return 0.0
         return index * (1 - self.forward_share) * period
 
     def time(self, period: float, stages: int, *, transfer: float = 0.0, update: float = 0.0) -> float:
-        """Seconds per mini-batch: (M+N−1)·P of Table I and what of the updates no head start hides.
+        """Seconds per global batch: (M+N−1)·P of Table I and what of the optimizer steps no head start hides.
 
         In fbp-as the first and last N slots have only forward or only backward to hide the longest transfer
         behind; that excess is the simulator's, too.

@@ -57,11 +57,11 @@ class StageLoad:
     fill: float
     """δ, image times until the last layer starts"""
     images: int
-    """live at once"""
+    """in flight at once"""
     demand: Demand
     spill: Spill
     update: float
-    """seconds per mini-batch"""
+    """seconds per global batch"""
     period: float
     """seconds per micro-batch that compute and DDR allow; infinite if something does not fit"""
 

@@ -31,9 +31,9 @@ class Table6Row:
     schedule: str
     microbatch: int
     time: float
-    """seconds per mini-batch of the pipeline"""
+    """seconds per global batch of the pipeline"""
     data_parallel: dict[str, float] = field(default_factory=dict)
-    """variant -> seconds per mini-batch"""
+    """variant -> seconds per global batch"""
     ratio: dict[str, float] = field(default_factory=dict)
     """board type -> ρ = D/C under data parallelism as paper-ddr"""
     binds: str = ""
@@ -58,7 +58,7 @@ def table6(
         cluster = read_cluster(spec)
         cluster = change(cluster) if change is not None else cluster
         found = explore_fpga(model, cluster, Request(minibatch=128, strategy=strategy), parameters=parameters)
-        reference = next(item for item in found.rivals if item.variant == "paper-ddr")
+        reference = next(item for item in found.alternatives if item.variant == "paper-ddr")
         rows.append(
             Table6Row(
                 cluster=spec,
@@ -66,7 +66,7 @@ def table6(
                 schedule=found.best.rule.schedule,
                 microbatch=found.best.rule.microbatch,
                 time=found.best.time,
-                data_parallel={item.variant: item.time for item in found.rivals if item.time is not None},
+                data_parallel={item.variant: item.time for item in found.alternatives if item.time is not None},
                 ratio={item.type: item.ratio for item in reference.replicas},
                 binds=" and ".join(found.best.bound_by),
             )

@@ -68,10 +68,11 @@ class Request:
                 f"unknown schedule '{self.schedule[:40]}'{nearest(self.schedule, SCHEDULE_NAMES)}; "
                 f"known: {', '.join(SCHEDULE_NAMES)}"
             )
+        renamed = {"minibatch": "global-batch", "microbatch": "micro-batch", "cap": "in-flight"}
         for name in ("minibatch", "microbatch", "cap", "stages"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise BaPipeError(f"--{name} must be at least 1, got {value}; raise it")
+                raise BaPipeError(f"--{renamed.get(name, name)} must be at least 1, got {value}; raise it")
         if self.minibatch and self.microbatch and self.minibatch % self.microbatch:
             raise BaPipeError(
                 f"a global batch of {self.minibatch} is no multiple of a micro-batch of {self.microbatch}; "
@@ -86,16 +87,16 @@ class Request:
     def _check_cap(self) -> None:
         if self.schedule not in (None, "1f1b"):
             raise BaPipeError(
-                f"--cap belongs to the schedule 1f1b; {self.schedule} sets its own K per stage; drop one of them"
+                f"--in-flight belongs to the schedule 1f1b; {self.schedule} sets its own K per stage; drop one"
             )
         if self.strategy in ("gpipe", "dp"):
             raise BaPipeError(
-                f"--cap belongs to the schedule 1f1b, strategy {self.strategy} has its own; drop one of them"
+                f"--in-flight belongs to the schedule 1f1b, strategy {self.strategy} has its own; drop one of them"
             )
         if self.space == "paper":
             raise BaPipeError(
-                "--cap belongs to the schedule 1f1b; the paper's space has 1f1b-sno and 1f1b-so, with K of N and "
-                "2N; leave --space paper or --cap out"
+                "--in-flight belongs to the schedule 1f1b; the paper's space has 1f1b-sno and 1f1b-so, with K "
+                "of N and 2N; leave --space paper or --in-flight out"
             )
 
 

@@ -42,7 +42,12 @@ class Placed:
     where: str
     """on-chip, ddr, or the name of the board that hosts them"""
     bytes: float
-    """of features those of all live images"""
+    """of activations those of all images in flight"""
+
+    @property
+    def words(self) -> str:
+        """`what` in the words of the glossary; files keep the paper's."""
+        return "activations" if self.what == "features" else self.what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

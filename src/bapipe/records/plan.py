@@ -49,11 +49,11 @@ class MemoryParts:
     optimizer: float
     """its state"""
     features: float
-    """of live micro-batches, and of those that wait for weight gradients"""
+    """saved activations of in-flight micro-batches, and of those whose weight gradient is deferred"""
     buffers: float
     """messages under way"""
     workspace: float
-    """what the layer at work, or the optimizer's step, needs for a moment; and what libraries keep"""
+    """workspace of the layer at work, or of the optimizer step, and what libraries keep"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +74,9 @@ class PlanStage:
     """seconds per micro-batch"""
     backward: float
     weight_gradient: float
-    """seconds of the backward that are the weight gradient; all of it at a first stage, which sends no error on"""
+    """seconds of the backward that are the weight gradient; all of it at a first stage, which sends none on"""
     parting: float = 0.0
-    """seconds more that it takes where it is put off"""
+    """seconds more that it takes as a deferred weight gradient"""
     update: float = 0.0
     all_reduce: float = 0.0
     send_forward_bytes: float
@@ -85,27 +85,27 @@ class PlanStage:
     """per micro-batch to the previous stage"""
     weight_bytes: float
     memory_bytes: float
-    """peak: weights, gradients, optimizer state, live features, workspace"""
+    """peak: weights, gradients, optimizer state, saved activations, workspace"""
     memory_capacity: float
     peak_features: float
-    """micro-batches live at once on each replica"""
+    """in-flight micro-batches on each replica, at most"""
     stash_bytes: float | None = None
-    """per live micro-batch: what backward keeps, received and sent values included; None: not told"""
+    """saved activations per in-flight micro-batch, received and sent values included; None: not known"""
     kept_bytes: float | None = None
-    """per live micro-batch where the stage recomputes, until it does"""
+    """per in-flight micro-batch where the stage recomputes, until it does"""
     delayed_bytes: float | None = None
-    """per micro-batch from its input gradient to its weight gradient; None: as the stash"""
+    """per micro-batch from its input gradient to its weight gradient; None: as stash_bytes"""
     buffer_bytes: float | None = None
     """messages under way"""
     workspace_bytes: float | None = None
-    """most that a layer needs for a moment"""
+    """the largest workspace of a layer"""
     memory_parts: MemoryParts | None = None
-    """what the peak is made of; None: not told"""
+    """what the peak is made of; None: not known"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of one mini-batch."""
+    """What the simulator says of one global batch."""
 
     time: float
     throughput: float
@@ -114,7 +114,7 @@ class Prediction:
     exposed_communication: float
     """seconds, on the rank that waits most"""
     lower_bound: float
-    """seconds: perfect split of the mini-batch by equation (1), no communication"""
+    """seconds: perfect split of the global batch by equation (1), no communication"""
     gap: float
     """time / lower_bound − 1"""
     source: str
@@ -127,7 +127,7 @@ class Rival:
 
     name: str
     time: float | None
-    """seconds per mini-batch; None: it does not fit"""
+    """seconds per global batch; None: it does not fit"""
     memory_bytes: float
     """on the fullest accelerator"""
     reason: str

@@ -1,4 +1,4 @@
-"""RunRecord: what a run did — its losses and times, and one mini-batch action by action; versioned as run.json."""
+"""RunRecord: what a run did: losses, times, and one global batch action by action; versioned as run.json."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUN_SCHEMA = "bapipe.run/1"
 MemorySource = Literal["allocated", "resident"]
 """allocated: bytes that torch held for tensors on the device, as a plan counts; resident: the whole process"""
 Compared = Literal["whole", "outputs", "microbatches"]
-"""what one process computed: the whole mini-batch at once; the loss of all samples, whose outputs were computed in
+"""what one process computed: the whole global batch at once; the loss of all samples, with outputs computed in
 the run's micro-batches; or all in the run's micro-batches"""
 
 
@@ -54,19 +54,19 @@ class RunEnvironment:
     devices: tuple[str, ...] = ()
     """what each rank computed on, such as `cpu` or `cuda`; empty: not known"""
     transport: str | None = None
-    """what carried activations and errors between ranks; None: not known"""
+    """what carried activations and their gradients between ranks; None: not known"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One mini-batch and its update."""
+    """One global batch and its optimizer step."""
 
     step: int
     """from 0"""
     loss: float | None
-    """of the whole mini-batch, before the update; None: not a finite number"""
+    """of the whole global batch, before the optimizer step; None: not a finite number"""
     seconds: float
-    """from all ranks ready to all ranks done, update included"""
+    """from all ranks ready to all ranks done, optimizer step included"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class EventRecord:
 
     rank: int
     action: str
-    """as in the plan: `0F0`; `0A` is the all-reduce of a stage's gradients, `0U` its update"""
+    """as in the plan: `0F0`; `0A` is the all-reduce of a stage's gradients, `0U` its optimizer step"""
     start: float
     """seconds after the step's first action began, the ranks' clocks aligned"""
     end: float
@@ -83,7 +83,7 @@ class EventRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferRecord:
-    """An activation or error that crossed to another rank."""
+    """An activation or its gradient that crossed to another rank."""
 
     action: str
     """the action that made it"""
@@ -133,7 +133,7 @@ class RunRecord:
     transfers: tuple[TransferRecord, ...] | None = None
     """None: not known"""
     peak_live: tuple[int, ...]
-    """most micro-batches live at once at each (virtual) stage, on one of its ranks, in any step"""
+    """most in-flight micro-batches at each (virtual) stage, on one of its ranks, in any step"""
     peak_memory: tuple[int | None, ...]
     """most bytes of each rank, of the kind that `memory_source` says; None: not known"""
     memory_source: tuple[MemorySource, ...] = ()

@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: prediction and run side by side.
+"""Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: prediction and run together.
 
 The format is the Trace Event Format's JSON object with complete events (`X`), names (`M`) and flows (`s`, `f`).
 """

@@ -132,7 +132,7 @@ def table3_constants() -> tuple[Constant, ...]:
             name="layer times, sizes and weights",
             value="VGG-16 and ResNet-50 at batch 128, GNMT-8 at batch 32",
             source="PipeDream's published profiles of V100-class GPUs (msr-fiddle/pipedream, MIT licence); three "
-            "misbooked entries of GNMT put right, as told in the profile's description",
+            "misbooked entries of GNMT corrected, as the profile's description",
         ),
         Constant(
             name="time of B samples",

@@ -71,7 +71,7 @@ def table6() -> Table:
             Constant(name="boards", value="Table V", source="the paper"),
             Constant(name="links", value="250 Gb/s", source="FPDeep's abstract, per neighbour and direction"),
             Constant(name="usable on-chip RAM", value=f"{board['usable_ram']:g}", source="assumption"),
-            Constant(name="mini-batch", value="128, fp16", source="the paper"),
+            Constant(name="global batch", value="128, fp16", source="the paper"),
         ),
         remarks=(
             f"chosen: {schedules} at micro-batch {sizes}, as the paper says",

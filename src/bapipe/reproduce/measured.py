@@ -26,7 +26,7 @@ DEFAULT_RESULTS = Path(__file__).parents[3] / "benchmarks" / "slices" / "result.
 _OVER_PLAIN = {"PipeDream": "pipedream", "GPipe": "gpipe-8", "BaPipe": "auto"}
 _OVER_ACCUMULATED = {"BaPipe": "auto", "1F1B-SO, forced,": "so"}
 _PLAIN, _ACCUMULATED = "dp-64", "dp"
-"""cases of benchmarks/slices/cases.py: data parallelism at B = 64, and at the pipelines' mini-batch"""
+"""cases of benchmarks/slices/cases.py: data parallelism at B = 64, and at the pipelines' global batch"""
 
 
 Rates = dict[tuple[str, int, str], float]
@@ -64,7 +64,7 @@ def read_measured(path: str | Path | None = None) -> Measured:
         if isinstance(count, int) and isinstance(layers, (int, float)):
             largest[str(row.get("system")), count] = float(layers)
     return Measured(
-        environment=str(data.get("environment", "not told")),
+        environment=str(data.get("environment", "not recorded")),
         throughput=tuple(_rates(run) for run in usable if not run.get("emulated")),
         emulated=tuple(_rates(run) for run in usable if run.get("emulated")),
         largest=largest,

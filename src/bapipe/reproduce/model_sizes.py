@@ -1,6 +1,6 @@
 """Table IV: the largest GNMT-L that trains in 16 GB per GPU, by the planner's memory model.
 
-Per stage: weights, gradients and Adam's state (16 bytes a parameter), what backward keeps of every live
+Per stage: weights, gradients and Adam's state (16 bytes a parameter), what backward keeps of every in-flight
 micro-batch (`bapipe.models.builtin.recurrent` says what), what is sent and received, a layer's workspace, and a
 constant C0 for all that the model does not know (the CUDA context, cuDNN, the allocator). C0 is fitted to data
 parallelism alone.
@@ -85,7 +85,7 @@ def fits(system: str, layers: int, accelerators: int, *, reserved: float | None 
     """Whether GNMT-L trains on so many GPUs, of each of which `reserved` bytes (None: C0) cannot be used.
 
     M = 2N micro-batches of 32. GPipe and BaPipe (1F1B-SNO) take the paper's partition: balanced by compute, then
-    moved until it fits. PipeDream takes its own, which knows no memory, and stashes all of its N−i+1 versions.
+    moved until it fits. PipeDream takes its own, which knows no memory, and keeps all N−i+1 weight versions.
     """
     hardware = _hardware(accelerators, reserved_memory() if reserved is None else reserved)
     if accelerators == 1 or system == "DP":
@@ -230,9 +230,9 @@ def table4() -> Table:
             Claim(text="GPipe's and BaPipe's L grow with the number of GPUs", holds=growing),
         ),
         remarks=(
-            "PipeDream's row supposes that weights, gradients and optimizer state are all stashed, N−i+1 times at "
-            f"stage i; with only the weights stashed, as PipeDream describes it, L is {weights_only} on 2/4/8. "
-            "It falls below 32 as its first stage, with the source embedding, has the most versions",
+            "PipeDream's row supposes that weights, gradients and optimizer state are all kept per version, N−i+1 "
+            f"times at stage i; with only the weights kept, as PipeDream describes it, L is {weights_only} on "
+            "2/4/8. It falls below 32 as its first stage, with the source embedding, has the most versions",
             "three choices matter and were settled with the table in view: C0, of which every value from "
             f"{reserved_memory() / 1e9:.2f} to {most / 1e9:.2f} GB gives data parallelism its L (with the most: "
             f"{tight} on 2/4/8 GPUs); that memory may unbalance the stages as far as it must, as the paper says "

@@ -59,9 +59,9 @@ def pipedream_stages(
 def pipedream_run(
     chain: Chain, hardware: Hardware, *, counting: Counting = "released", pairs: bool = False
 ) -> PipeDreamRun:
-    """PipeDream at one size of mini-batch, the chain's micro-batch.
+    """PipeDream with the chain's micro-batch.
 
-    As in 1F1B-SNO each stage holds as many mini-batches as there are accelerators from it on, but nothing is
+    As in 1F1B-SNO each stage holds as many micro-batches as there are accelerators from it on, but nothing is
     flushed: the period is the slope between two long runs. A replicated stage reduces its gradients after every
     backward, which does not overlap (as the calibration has it), and all replicas of the narrower stage at a cut
     send or receive at β each; with `pairs`, every pair of replicas has a link of β of its own.
@@ -70,7 +70,7 @@ def pipedream_run(
     turn = math.lcm(*(len(stage.accelerators) for stage in stages))
     long = turn * math.ceil(_LONG * len(hardware.cluster) / turn)
     costs = evaluate(build(chain, stages, FAMILIES["1f1b-sno"], turn, hardware), hardware).costs
-    # evaluate() books one all-reduce per mini-batch of all micro-batches; PipeDream has one per backward.
+    # evaluate() books one all-reduce per global batch of all micro-batches; PipeDream has one per backward.
     backward = tuple(own + reduce for own, reduce in zip(costs.backward, costs.all_reduce, strict=True))
     costs = replace(costs, backward=backward, all_reduce=(0.0,) * len(stages))
     ends = []

@@ -19,7 +19,7 @@ _HEAD = """# The paper's tables, reproduced
 Made by `bapipe reproduce all --markdown docs/reproduction.md`; a test compares this page with a fresh run.
 `bapipe reproduce all --check` fails if a figure leaves its limit. Nothing here ran on an accelerator: the figures
 are the planner's, the simulator's and the memory model's. What was measured on slices of one GPU is shown beside
-them by `--measured` and told in [benchmarks/slices](../benchmarks/slices/README.md).
+them by `--measured` and described in [benchmarks/slices](../benchmarks/slices/README.md).
 
 **fitted** marks figures that a constant was calibrated on (or that are 1 by definition); all others are predicted.
 Errors are ours / paper − 1. A figure without a limit is shown as it comes out; where that is far off, the remarks

@@ -1,4 +1,4 @@
-"""Tables I and II: the schedules' mini-batch time, bubble, memory and bandwidth, each from the simulator.
+"""Tables I and II: the schedules' time per global batch, bubble, memory and bandwidth, each from the simulator.
 
 The paper assumes M ≥ 2N, F ≤ B and SR ≤ F. One case is printed, the one its figures draw (3 accelerators, 8
 micro-batches); all of `GRID` is simulated and compared as well.
@@ -37,10 +37,10 @@ def _cells(name: str, case: Case) -> list[Cell]:
     features = printed["features"]
     assert isinstance(features, list)
     pairs: list[tuple[str, object, float]] = [
-        ("Mini-batch time", printed["time"], got.time),
+        ("Time per global batch", printed["time"], got.time),
         ("Pipeline bubble", printed["bubble"], got.bubble),
         *(
-            (f"Features memory, i={index} (in a)", features[index - 1], got.peak_features[index - 1])
+            (f"Activation memory, i={index} (in a)", features[index - 1], got.peak_features[index - 1])
             for index in range(1, N + 1)
         ),
         ("Weights memory (in w)", printed["weights"], max(got.weights_memory)),
@@ -69,7 +69,7 @@ def _table(number: int, names: tuple[str, str], title: str) -> Table:
         remarks=(
             f"case shown: N={N}, M={M}, F={F:g}, B={B:g}, SR={SR:g}; nothing is calibrated: the paper's side is "
             "its formula, ours the simulated schedule",
-            "the paper leaves out min(M, ·) from the features memory, which matters for M < 2N only",
+            "the paper leaves out min(M, ·) from the activation memory, which matters for M < 2N only",
         ),
     )
 

@@ -53,7 +53,7 @@ def bubble_ratio(gpipe: PipelineRun, bapipe: PipelineRun, accelerators: int) -> 
 
 
 def _accumulated(run: PaperRun, part: PipelineRun, hardware: Hardware) -> float:
-    """Samples/s of data parallelism that updates as rarely as the pipeline, at its B or the next that divides."""
+    """Samples/s of data parallelism that steps as rarely as the pipeline, at its B or the next that divides."""
     sizes = [size for size in sorted(SIZES, reverse=True) if size <= part.size]
     for size in sizes:
         candidate = at_minibatch(model_chain(run.model, size), hardware, part.microbatches * part.size)
@@ -98,14 +98,14 @@ def _pipelines(run: PaperRun, hardware: Hardware, base: float) -> _Row:
         Cell(row=run.row, column="GPipe", paper=run.gpipe.speedup, ours=gpipe.throughput / base, limit=limit),
         Cell(
             row=run.row,
-            column="GPipe's mini-batch by DP, accumulated",
+            column="GPipe's global batch by DP, accumulated",
             paper=None,
             ours=_accumulated(run, run.gpipe, hardware) / base,
         ),
         Cell(row=run.row, column="BaPipe", paper=bapipe.speedup, ours=ours, limit=limit),
         Cell(
             row=run.row,
-            column="BaPipe's mini-batch by DP, accumulated",
+            column="BaPipe's global batch by DP, accumulated",
             paper=None,
             ours=_accumulated(run, bapipe, hardware) / base,
         ),
@@ -252,12 +252,12 @@ def table3() -> Table:
         cells=cells,
         constants=table3_constants(),
         remarks=(
-            "BaPipe is planned as `bapipe plan --space paper --strategy bapipe` does: N straight stages by the "
+            "BaPipe is planned as `bapipe plan --space paper --strategy bapipe` does: PP with N stages by the "
             "paper's steps, 1F1B-SNO or 1F1B-SO, or data parallelism without accumulation",
             "GPipe runs on BaPipe's partition without recomputation, with the paper's M and B",
             "data parallelism at B=64 is 1 by definition; at B=32 it is what β was fitted to",
-            "a pipeline updates once per M·B samples, plain data parallelism once per N·B: the rows marked "
-            "accumulated let it update as rarely as the pipeline",
+            "a pipeline steps the optimizer once per M·B samples, plain data parallelism once per N·B: the rows "
+            "marked accumulated let it step as rarely as the pipeline",
             "two choices about PipeDream matter and were settled with the table in view: that its planner counts "
             "as its released optimizer does, not as its paper has it (SOSP 2019, section 3.1), and that replicas "
             "of a stage share the links of a narrower one; what the others give stands below, in part outside the "

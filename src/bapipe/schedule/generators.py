@@ -310,7 +310,7 @@ def make_schedule(
             f"{num_stages} stages need {num_stages} replica counts of at least 1, got {list(replicas)[:16]}"
         )
     if caps is not None and name not in ("1f1b", "zb"):
-        raise BaPipeError(f"--cap belongs to the schedules 1f1b and zb; {name} sets its own K per stage")
+        raise BaPipeError(f"--in-flight belongs to the schedules 1f1b and zb; {name} sets its own K per stage")
     if name == "interleaved":
         _refuse_replicas(name, replicas)
         return interleaved(num_stages, num_microbatches, virtual=virtual)
@@ -319,7 +319,7 @@ def make_schedule(
         return fbp_as(num_stages, num_microbatches, slots=slots)
     if name in ("1f1b", "zb"):
         if caps is None:
-            raise BaPipeError(f"{name} needs --cap, one K per stage, such as --cap 7,5,3,1")
+            raise BaPipeError(f"{name} needs --in-flight, one K per stage, such as --in-flight 7,5,3,1")
         if name == "zb":
             held = tuple(caps)
             return replicated(name, lambda count: zero_bubble(num_stages, count, held), num_microbatches, replicas)

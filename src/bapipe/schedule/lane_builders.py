@@ -18,7 +18,7 @@ def require_sizes(num_stages: int, num_microbatches: int) -> None:
         raise BaPipeError(f"a pipeline needs at least 1 stage, got {num_stages}; raise --stages")
     if num_microbatches < 1:
         raise BaPipeError(
-            f"a global batch needs at least 1 micro-batch, got {num_microbatches}; raise --microbatches"
+            f"a global batch needs at least 1 micro-batch, got {num_microbatches}; raise --micro-batches"
         )
 
 

@@ -66,6 +66,6 @@ def replicated(
         raise BaPipeError(f"{name} runs with as many replicas of each stage; make --replicas alike")
     if num_microbatches < count:
         raise BaPipeError(
-            f"{count} replicas need as many micro-batches, got {num_microbatches}; raise --microbatches"
+            f"{count} replicas need as many micro-batches, got {num_microbatches}; raise --micro-batches"
         )
     return replicated_pipelines([order(len(range(replica, num_microbatches, count))) for replica in range(count)])

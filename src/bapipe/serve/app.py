@@ -63,7 +63,7 @@ class ServeSettings:
 
 
 def make_app(settings: ServeSettings) -> Starlette:
-    """The application; its planning processes live as long as its lifespan."""
+    """The application; its planning processes last as long as its lifespan."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

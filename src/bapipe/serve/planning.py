@@ -32,7 +32,7 @@ __all__ = ["MOST_ACTIONS", "PlannedAnswer", "answer_parts", "draft_question", "p
 MOST_ACTIONS = 200_000
 """actions from which on a timeline is not sent to a page"""
 _NAMES = 160
-"""characters of a name from a file that a page is told"""
+"""characters of a name from a file that a page shows"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ def _figures(plan: Plan) -> list[dict[str, Any]]:
     prediction = plan.prediction
     memory = max(stage.memory_bytes for stage in plan.stages)
     numbers: list[tuple[str, str, float, str, str | None]] = [
-        ("time", "time per mini-batch", prediction.time, format_seconds(prediction.time), "less"),
+        ("time", "time per global batch", prediction.time, format_seconds(prediction.time), "less"),
         ("throughput", "samples/s", prediction.throughput, format_throughput(prediction.throughput), "more"),
         ("gap", "over the lower bound", prediction.gap, f"{prediction.gap:.1%}", "less"),
         ("lower_bound", "lower bound", prediction.lower_bound, format_seconds(prediction.lower_bound), None),
@@ -172,7 +172,7 @@ def _figures(plan: Plan) -> list[dict[str, Any]]:
         ("way", "way", f"{plan.kind}, {plan.schedule.name}"),
         ("stages", "stages", "-".join(str(len(stage.accelerators)) for stage in plan.stages)[:_NAMES]),
         ("batches", "micro-batches", f"{plan.microbatches} of {plan.microbatch_size}"),
-        ("minibatch", "mini-batch", counted(plan.minibatch, "sample")),
+        ("minibatch", "global batch", counted(plan.minibatch, "sample")),
     ]
     return [
         *({"key": key, "name": name, "words": text} for key, name, text in words),

@@ -1,6 +1,6 @@
 """A few planning processes, each with one question at a time and a limit on its seconds.
 
-Processes, not threads: a search cannot be told to stop, a process can be ended.
+Processes, not threads: a search cannot be interrupted, a process can be ended.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Workers:
                     await process.begin()
             except (EOFError, OSError, TimeoutError) as error:
                 print(f"bapipe: a planning process did not start: {error!r}", file=sys.stderr)
-            # Offered even so: the question that gets it is told, and it is started again.
+            # Offered even so: the question that gets it fails, and it is started again.
             self._idle.put_nowait(process)
 
         task = asyncio.create_task(warm())
@@ -106,7 +106,7 @@ class _Process:
 
     def __init__(self, *, memory: int, folder: Path | None) -> None:
         self._folder = folder
-        # One thread each: the processes are what runs side by side.
+        # One thread each: the processes are what runs in parallel.
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
         self._environment = {**os.environ, **single, "BAPIPE_MEMORY": str(memory)}
         self._process: asyncio.subprocess.Process | None = None

@@ -1,4 +1,4 @@
-"""Question: all that a page of `bapipe serve` asks, as its URL holds it and as `bapipe plan` would be told."""
+"""Question: all that a page of `bapipe serve` asks, as its URL holds it and as options of `bapipe plan`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Question:
     microbatch: int | None = None
     schedule: str | None = None
     cap: int | None = None
-    """K, the micro-batches live at the first stage of a 1f1b schedule"""
+    """K, the in-flight micro-batches at the first stage of a 1f1b schedule"""
     stages: int | None = None
     strategy: str = "exact"
     space: str = "full"
@@ -179,10 +179,10 @@ def command_line(question: Question, *, dtype: str | None = None) -> str:
     said = question.dtype or dtype
     options = {
         "--cluster": question.cluster,
-        "--minibatch": question.minibatch,
-        "--microbatch": question.microbatch,
+        "--global-batch": question.minibatch,
+        "--micro-batch": question.microbatch,
         "--schedule": question.schedule,
-        "--cap": question.cap,
+        "--in-flight": question.cap,
         "--stages": question.stages,
         "--strategy": None if question.strategy == "exact" else question.strategy,
         "--space": None if question.space == "full" else question.space,

@@ -1,4 +1,4 @@
-"""Binds an address and runs the application until it is told to stop."""
+"""Binds an address and runs the application until it is stopped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run_server(settings: ServeSettings, *, port: int, open_page: bool, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl+C. `say` is told the page's address, and a warning where others can reach it."""
+    """Serve until Ctrl+C. `say` is called with the page's address, and a warning where others can reach it."""
     listening = bind(settings.host, port)
     with contextlib.closing(listening):
         host, bound = listening.getsockname()[:2]

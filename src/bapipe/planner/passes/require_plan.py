@@ -27,7 +27,7 @@ def _nothing_to_try(state: SearchState) -> BaPipeError:
         others = f"{fewer} or {fewer + each}" if fewer else f"{each}"
         return BaPipeError(
             f"data parallelism deals whole micro-batches evenly to {count} accelerators, and {minibatch} samples "
-            f"are not a multiple of {count} x {min(sizes)}; make --minibatch {others}, or change --microbatch"
+            f"are not a multiple of {count} x {min(sizes)}; make --global-batch {others}, or change --micro-batch"
         )
     if request.schedule == "interleaved" and count < 2:
         return BaPipeError("interleaved needs at least 2 accelerators, the cluster has 1; leave --schedule out")
@@ -53,7 +53,7 @@ def _nothing_fits(state: SearchState) -> InfeasibleError:
     more = f", with {len(together) - 1} more on its accelerator" if len(together) > 1 else ""
     helps = [f"accelerators of {format_bytes(need)}"]
     if chain.microbatch > 1:
-        helps.append("a smaller --microbatch (profile smaller sizes if they are missing)")
+        helps.append("a smaller --micro-batch (profile smaller sizes if they are missing)")
     if hardware.optimizer.memory.state > 0:
         held = sum(stage_weights(chain, item.first, item.last) for item in together)
         saved = held * (hardware.static_copies() - 2)

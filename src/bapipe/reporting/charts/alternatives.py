@@ -1,4 +1,4 @@
-"""The plan and its rivals by time and memory, with the Pareto front."""
+"""The plan and its alternatives by time and memory, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bapipe.records.plan import Plan
 from bapipe.reporting.charts.frame import WIDTH, Chart, Scale, label, legend, safe, short, x_axis, y_axis
 from bapipe.units import format_bytes, format_seconds
 
-__all__ = ["pareto_front", "rivals_chart"]
+__all__ = ["alternatives_chart", "pareto_front"]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, WIDTH - 96, 20.0, 300.0
 _MISFITS = WIDTH - 48
@@ -27,18 +27,18 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def rivals_chart(plan: Plan) -> Chart:
-    """Time against memory on the fullest accelerator; numbers are the rows of the page's table, 0 the plan."""
+def alternatives_chart(plan: Plan) -> Chart:
+    """Time against memory on the fullest accelerator; labels are the rows of the page's table, 0 the plan."""
     own = (plan.prediction.time, max(stage.memory_bytes for stage in plan.stages))
     timed = [(0, plan.schedule.name, own)] + [
-        (number, rival.name, (rival.time, rival.memory_bytes))
-        for number, rival in enumerate(plan.rivals, start=1)
-        if rival.time is not None
+        (number, alternative.name, (alternative.time, alternative.memory_bytes))
+        for number, alternative in enumerate(plan.rivals, start=1)
+        if alternative.time is not None
     ]
     misfits = [(number, r) for number, r in enumerate(plan.rivals, start=1) if r.time is None]
     times = [point[0] for _, _, point in timed]
     capacity = min(stage.memory_capacity for stage in plan.stages)
-    sizes = [point[1] for _, _, point in timed] + [rival.memory_bytes for _, rival in misfits]
+    sizes = [point[1] for _, _, point in timed] + [alternative.memory_bytes for _, alternative in misfits]
     x = _scale(times, _LEFT, _RIGHT)
     reach = [*sizes, capacity] if 0 < capacity < 20 * max(sizes) else sizes
     y = _scale(reach, _BOTTOM, _TOP)
@@ -56,19 +56,19 @@ def rivals_chart(plan: Plan) -> Chart:
     )
     parts.append(f'<path class="front" d="{path}"/>')
     parts.extend(_points([(n, name, (x(p[0]), y(p[1])), p) for n, name, p in timed]))
-    for number, rival in misfits:
-        place = (_MISFITS, y(rival.memory_bytes))
-        parts.append(_mark(number, place, "misfit", f"{short(rival.name)}: {format_bytes(rival.memory_bytes)}"))
+    for number, one in misfits:
+        place = (_MISFITS, y(one.memory_bytes))
+        parts.append(_mark(number, place, "misfit", f"{short(one.name)}: {format_bytes(one.memory_bytes)}"))
     if misfits:
         parts.append(label(_MISFITS, _BOTTOM + 14, "does not fit", "bad", "middle"))
-    parts.append(label((_LEFT + _RIGHT) / 2, _BOTTOM + 32, "time per mini-batch", "soft", "middle"))
+    parts.append(label((_LEFT + _RIGHT) / 2, _BOTTOM + 32, "time per global batch", "soft", "middle"))
     parts.append(label(_LEFT - 60, _TOP - 10, "memory", "soft"))
-    entries = [("chosen", "0: this plan"), ("rival", "rivals, as numbered in the table")]
+    entries = [("chosen", "0: this plan"), ("alternative", "alternatives, as numbered in the table")]
     parts.append(legend([*entries, ("misfit", "does not fit")] if misfits else entries, x=_LEFT, y=_BOTTOM + 54))
     note = "line: Pareto front, where less time costs memory; memory is that of the fullest accelerator"
     parts.append(label(_LEFT, _BOTTOM + 72, note, "soft"))
-    title = f"Time and memory of the plan and {len(plan.rivals)} rivals, {len(front)} of them on the Pareto front"
-    return Chart(name="rivals", title=title, height=_BOTTOM + 80, body="".join(parts))
+    title = f"Time and memory of the plan and {len(plan.rivals)} alternatives, {len(front)} on the Pareto front"
+    return Chart(name="alternatives", title=title, height=_BOTTOM + 80, body="".join(parts))
 
 
 def _scale(values: Sequence[float], start: float, end: float) -> Scale:
@@ -82,11 +82,11 @@ def _scale(values: Sequence[float], start: float, end: float) -> Scale:
 def _points(
     points: Sequence[tuple[int, str, tuple[float, float], tuple[float, float]]],
 ) -> list[str]:
-    """The rivals, then the plan on top of them; numbers that would collide with one already there are left out."""
+    """The alternatives, then the plan on top; a label that would cover another is left out."""
     parts = []
     for number, name, place, (time, size) in reversed(points):
         title = f"{number}: {short(name)}, {format_seconds(time)}, {format_bytes(size)}"
-        parts.append(_mark(number, place, "chosen" if number == 0 else "rival", title, named=False))
+        parts.append(_mark(number, place, "chosen" if number == 0 else "alternative", title, named=False))
     written: list[tuple[float, float]] = []
     for number, _, (x, y), _ in points:
         if all(abs(x - a) > 14 or abs(y - b) > 11 for a, b in written):

@@ -39,8 +39,8 @@ class Balance:
 
 
 def balance_of(plan: Plan, timeline: Timeline) -> Balance:
-    """The balance in a timeline of the plan, predicted or measured. Update and all-reduce come once per
-    mini-batch and do not count."""
+    """The balance in a timeline of the plan, predicted or measured. Optimizer step and all-reduce come once per
+    global batch and do not count."""
     work = np.zeros((len(plan.stages), len(Kind)))
     np.add.at(work, (timeline.stages, timeline.kinds), timeline.work)
     parts = []

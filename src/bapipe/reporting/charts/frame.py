@@ -126,7 +126,7 @@ def chart_style(colours: dict[str, str]) -> str:
         " .lane": f"fill:{colours['lane']}",
         " .edge": f"stroke:{colours['page']};stroke-width:.7",
         " .chosen": f"fill:{colours['accent']};stroke:{colours['page']};stroke-width:1",
-        " .rival": f"fill:{colours['soft']};stroke:{colours['page']};stroke-width:1",
+        " .alternative": f"fill:{colours['soft']};stroke:{colours['page']};stroke-width:1",
         " .misfit": f"fill:none;stroke:{colours['bad']};stroke-width:1.5",
         " .outline": f"fill:none;stroke:{colours['ink']};stroke-width:1.2",
         " .bytes": f"fill:{colours['soft']}",

@@ -1,4 +1,4 @@
-"""Memory of every rank during the mini-batch against what its accelerator has: one small picture each."""
+"""Memory of every rank during the global batch against what its accelerator has: one small picture each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONSTANT = ("weights", "gradients", "optimizer", "buffers")
 
 
 def memory_chart(view: MemoryView, *, time: float) -> Chart:
-    """Stacked bytes from the mini-batch's start to `time`, on one scale for all ranks."""
+    """Stacked bytes from the global batch's start to `time`, on one scale for all ranks."""
     by_need = sorted(view.ranks, key=lambda rank: -rank.peak)
     ranks = sorted(by_need[:MOST_RANKS], key=lambda rank: rank.rank)
     columns = min(len(ranks), 2 if len(ranks) <= 4 else 4)
@@ -34,21 +34,21 @@ def memory_chart(view: MemoryView, *, time: float) -> Chart:
         y = (place // columns) * (height + _TOP + 20)
         parts.append(_panel(rank, x, y, width, height, highest, time, wide=columns <= 2))
     bottom = -(-len(ranks) // columns) * (height + _TOP + 20)
-    features = "features" if view.exact else "features and workspace"
+    words = "saved activations" if view.exact else "saved activations and workspace"
     entries = [
         *(
             (name, name if name != "buffers" else ("buffers and workspace" if view.exact else "receive buffers"))
             for name in _CONSTANT
             if any(rank.beside_features()[name] > 0 for rank in ranks)
         ),
-        ("features", features),
+        ("features", words),
     ]
     parts.append(legend(entries, y=bottom + 12))
     notes = ["dashed: capacity"] if any(0 < rank.capacity <= highest for rank in ranks) else []
     if len(view.ranks) > len(ranks):
         notes.append(f"the {len(ranks)} fullest of {len(view.ranks)} ranks")
     if not view.exact:
-        notes.append("features inferred from the plan's peak; plan again to see all parts of it")
+        notes.append("saved activations inferred from the plan's peak; plan again to see all parts of it")
     parts.append(label(0, bottom + 30, "; ".join(notes), "soft"))
     fullest = by_need[0]
     title = (
@@ -80,7 +80,7 @@ def _panel(
             base += amount
     if rank.peak_features > 0:
         path = _steps(rank, x, width, time, up, base)
-        title = f"features on rank {rank.rank}: at most {format_bytes(rank.peak_features)}"
+        title = f"saved activations on rank {rank.rank}: at most {format_bytes(rank.peak_features)}"
         parts.append(f'<path class="features" d="{path}"><title>{safe(title, 200)}</title></path>')
     if 0 < rank.capacity <= highest:
         parts.append(f'<path class="limit" d="M{x:.1f},{up(rank.capacity):.1f}H{x + width:.1f}"/>')
@@ -88,7 +88,7 @@ def _panel(
 
 
 def _steps(rank: RankMemory, x: float, width: float, time: float, up: Scale, base: float) -> str:
-    """The outline of the features over `base`; each step is the most of its stretch of time."""
+    """The outline of the saved activations over `base`; each step is the most of its stretch of time."""
     edges = np.linspace(0.0, max(time, float(rank.times.max(initial=0.0))), _POINTS + 1)
     level = np.zeros(_POINTS)
     # The level in force when a stretch begins, and every change within it.

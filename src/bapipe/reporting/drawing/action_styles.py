@@ -33,6 +33,6 @@ LOOKS: dict[Kind, Look] = {
     Kind.W: Look(name="weight gradient", fill="╍", color="#009e73"),
     Kind.R: Look(name="recompute", fill="┄", color="#f0e442"),
     Kind.A: Look(name="all-reduce", fill="▒", color="#cc79a7"),
-    Kind.U: Look(name="update", fill="░", color="#0072b2", ink="#ffffff"),
+    Kind.U: Look(name="optimizer step", fill="░", color="#0072b2", ink="#ffffff"),
 }
 """For every kind its look, in the order of legends."""

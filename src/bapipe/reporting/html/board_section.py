@@ -92,7 +92,7 @@ def _on_chip(deployment: Deployment) -> str:
             ]
         )
     headers = [
-        "stage", "weights on chip", "gradients", "features", "neighbours' weights", "FIFOs", "usable", "filled",
+        "stage", "weights on chip", "gradients", "activations", "neighbours' weights", "FIFOs", "usable", "filled",
         "in DDR", "of DDR",
     ]  # fmt: skip
     return table("on-chip", headers, rows)
@@ -100,13 +100,13 @@ def _on_chip(deployment: Deployment) -> str:
 
 def _placed(deployment: Deployment) -> str:
     away = [
-        [safe(board.accelerator, 40), item.what, safe(item.layer, 48), safe(item.where, 40), size(item.bytes)]
+        [safe(board.accelerator, 40), item.words, safe(item.layer, 48), safe(item.where, 40), size(item.bytes)]
         for board in deployment.boards
         for item in sorted(board.placed, key=lambda item: -item.bytes)
         if item.where != "on-chip"
     ]
     if not away:
-        return "<p>All weights, gradients and features lie on the chips.</p>"
+        return "<p>All weights, gradients and activations lie on the chips.</p>"
     more = f"<p>and {len(away) - MOST_PLACED} more in plan.json</p>" if len(away) > MOST_PLACED else ""
     shown = table("spilled", ["board", "what", "of layer", "lies in", "bytes"], away[:MOST_PLACED], words=4)
     return f"<details><summary>{len(away)} pieces lie outside of their chip</summary>{shown}{more}</details>"

@@ -32,7 +32,7 @@ def share(value: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """1 rival, 2 rivals."""
+    """1 alternative, 2 alternatives."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bapipe.planner.evaluate import plan_timeline
 from bapipe.records.plan import Plan
-from bapipe.reporting.charts.alternatives import rivals_chart
+from bapipe.reporting.charts.alternatives import alternatives_chart
 from bapipe.reporting.charts.balance import balance_chart, balance_of
 from bapipe.reporting.charts.frame import safe
 from bapipe.reporting.drawing.timeline_svg import render_svg
-from bapipe.reporting.html.sections import why_not_the_others
+from bapipe.reporting.html.head_section import why_not_the_others
 from bapipe.reporting.terminal.plan_table import answer
 from bapipe.simulator.timeline import Timeline
 
@@ -24,12 +24,12 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """The answer, the timeline, the stages' balance and the rivals."""
+    """The answer, the timeline, the stages' balance and the alternatives."""
     timeline = plan_timeline(plan)
     pictures = [
         render_svg(timeline, width=960, unit="s", max_rects=_MOST_RECTS),
         balance_chart(balance_of(plan, timeline)).standalone(),
-        rivals_chart(plan).standalone(),
+        alternatives_chart(plan).standalone(),
     ]
     name = f"{plan.model.name}: "
     sentence = f"{safe(plan.model.name, 80)}: {safe(answer(plan).removeprefix(name), 400)}"

@@ -11,23 +11,24 @@ from dataclasses import dataclass, fields
 from bapipe.analysis.predicted_measured import Comparison, MemoryPair, Pair
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.records.plan import MemoryParts, Plan, PlanStage, Rival
-from bapipe.reporting.charts.alternatives import pareto_front, rivals_chart
+from bapipe.reporting.charts.alternatives import alternatives_chart, pareto_front
 from bapipe.reporting.charts.balance import balance_chart, balance_of
 from bapipe.reporting.charts.frame import Chart, safe
 from bapipe.reporting.charts.layer_costs import layers_chart, stages_chart
 from bapipe.reporting.charts.rank_memory import memory_chart
 from bapipe.reporting.html.board_section import boards_section
 from bapipe.reporting.html.elements import counted, figure, picture, seconds, section, share, size, table
-from bapipe.reporting.terminal.plan_table import answer
+from bapipe.reporting.html.head_section import head_section, prediction_error
 from bapipe.reporting.views.layer_view import LayerView
 from bapipe.reporting.views.memory_view import MemoryView
 from bapipe.simulator.timeline import Timeline
-from bapipe.units import format_throughput
 
-__all__ = ["MOST_ROWS", "Subject", "charts_of", "sections_html", "why_not_the_others"]
+__all__ = ["MOST_ROWS", "Subject", "charts_of", "sections_html"]
 
+_PARTS = {"features": "saved activations"}
+"""heads of columns that differ from the plan's keys"""
 MOST_ROWS = 200
-"""rows of a table; further layers or rivals are counted, not listed"""
+"""rows of a table; further layers or alternatives are counted, not listed"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,69 +54,26 @@ def charts_of(subject: Subject) -> list[Chart]:
         balance_chart(balance_of(plan, subject.predicted), measured=measured),
         memory_chart(subject.memory, time=subject.predicted.makespan),
         stages_chart(plan) if subject.layers is None else layers_chart(subject.layers),
-        rivals_chart(plan),
+        alternatives_chart(plan),
     ]
-
-
-def why_not_the_others(plan: Plan) -> str:
-    """The fastest rival and why it lost, and how many do not fit."""
-    timed = [rival for rival in plan.rivals if rival.time is not None]
-    misfits = len(plan.rivals) - len(timed)
-    if not plan.rivals:
-        return "No rival was considered."
-    none = f"{'it does' if misfits == 1 else 'they do'} not fit"
-    if not timed:
-        return f"Of {counted(len(plan.rivals), 'rival')} none is possible: {none}."
-    nearest = min(timed, key=lambda rival: rival.time or 0.0)
-    tail = "" if not misfits else f" {counted(misfits, 'rival')} would not fit."
-    return f"The fastest of {counted(len(plan.rivals), 'rival')}, {nearest.name}: {nearest.reason}.{tail}"
 
 
 def sections_html(subject: Subject) -> str:
     """All sections in order; the timeline's canvas is empty until the page's script draws it."""
     charts = {chart.name: chart for chart in charts_of(subject)}
     parts = [
-        _head(subject),
+        head_section(subject.plan, subject.comparison),
         _timeline(subject),
         _balance(subject, charts["balance"]),
         _memory(subject, charts["memory"]),
         boards_section(subject.plan),
         _layers(subject, charts["layers"]),
-        _rivals(subject.plan, charts["rivals"]),
+        _alternatives(subject.plan, charts["alternatives"]),
         _exploration(subject),
         _comparison(subject),
         _about(subject.plan),
     ]
     return "\n".join(part for part in parts if part)
-
-
-def _head(subject: Subject) -> str:
-    plan, prediction = subject.plan, subject.plan.prediction
-    throughput, unit = prediction.throughput, ' <span class="unit">samples/s</span>'
-    sentence = answer(plan).removeprefix(f"{plan.model.name}: ")
-    tiles = [
-        ("time per mini-batch", "time", seconds(prediction.time)),
-        ("throughput", "throughput", figure(throughput, format_throughput(throughput)) + unit),
-        ("over the lower bound", "gap", share(prediction.gap)),
-        ("lower bound", "lower_bound", seconds(prediction.lower_bound)),
-        ("bubble", "bubble", share(prediction.bubble)),
-        (
-            "longest wait for transfers",
-            "exposed_communication",
-            seconds(prediction.exposed_communication),
-        ),
-    ]
-    if subject.comparison is not None:
-        time = subject.comparison.time
-        tiles.insert(1, ("measured time", "measured", seconds(time.measured) + _error(time)))
-    shown = "".join(f'<div><dt>{name}</dt><dd id="figure-{key}">{value}</dd></div>' for name, key, value in tiles)
-    measured = prediction.source == "measured"
-    badge = "from a measured profile" if measured else f"times are {prediction.source}, not measured"
-    return (
-        f'<header><h1>{safe(plan.model.name, 80)}</h1><p class="answer" id="answer">Run {safe(sentence, 400)}.</p>'
-        f'<p id="why">{safe(why_not_the_others(plan), 500)} <span class="badge">{safe(badge, 80)}</span></p>'
-        f'<dl class="tiles">{shown}</dl></header>'
-    )
 
 
 def _timeline(subject: Subject) -> str:
@@ -193,7 +151,7 @@ def _balance(subject: Subject, chart: Chart) -> str:
                 seconds(exposed[rank]),
             ]
         )
-    headers = ["stage", "on", "layers", "forward", "backward", "live", "busy", "waits"]
+    headers = ["stage", "on", "layers", "forward", "backward", "in flight", "busy", "waits"]
     words = (
         f"Stage {slowest} is the slowest; the stages' mean is {balance.mean_over_slowest:.1%} of it, "
         "where 100% is perfect balance."
@@ -221,7 +179,7 @@ def _memory(subject: Subject, chart: Chart) -> str:
                 size(parts.workspace),
             ]
         )
-    headers = ["stage", "peak", "capacity", *(field.name for field in fields(MemoryParts))]
+    headers = ["stage", "peak", "capacity", *(_PARTS.get(field.name, field.name) for field in fields(MemoryParts))]
     shared = any(len(rank.stages) > 1 for rank in subject.memory.ranks)
     words = "<p>The parts are those of the peak of the stage's whole rank.</p>" if shared else ""
     return section("memory", "Memory", picture(chart), words, table("memory", headers, rows))
@@ -246,7 +204,7 @@ def _layers(subject: Subject, chart: Chart) -> str:
             seconds(layer.backward),
             size(layer.weight_bytes),
             size(layer.boundary_forward),
-            size(layer.stash),
+            size(layer.saved),
         ]
         for layer in view.layers[:MOST_ROWS]
     ]
@@ -254,7 +212,7 @@ def _layers(subject: Subject, chart: Chart) -> str:
     more = len(view.layers) - len(rows)
     tail = f"<p>and {counted(more, 'more layer')}</p>" if more else ""
     details = (
-        f"<details><summary>{counted(len(view.layers), 'layer')} in numbers</summary>"
+        f"<details><summary>{counted(len(view.layers), 'layer')} in figures</summary>"
         f"{table('layer', headers, rows, words=3)}{tail}</details>"
     )
     return section("layers", "Layers and cuts", picture(chart), _cut_table(subject.plan), details)
@@ -273,35 +231,37 @@ def _cut_table(plan: Plan) -> str:
     return table("cuts", ["cut", "after", "sends forward", "sends back"], rows, words=2) if rows else ""
 
 
-def _rivals(plan: Plan, chart: Chart) -> str:
+def _alternatives(plan: Plan, chart: Chart) -> str:
     memory = max(stage.memory_bytes for stage in plan.stages)
     everyone = [
         Rival(name=f"{plan.schedule.name} (this plan)", time=plan.prediction.time, memory_bytes=memory, reason=""),
         *plan.rivals,
     ]
-    timed = [number for number, rival in enumerate(everyone) if rival.time is not None]
+    timed = [number for number, alternative in enumerate(everyone) if alternative.time is not None]
     points = [(everyone[number].time or 0.0, everyone[number].memory_bytes) for number in timed]
     front = {timed[index] for index in pareto_front(points)}
     rows = [
         [
             str(number),
-            safe(rival.name, 80),
-            safe(rival.reason, 160),
-            "–" if rival.time is None else seconds(rival.time),
-            size(rival.memory_bytes),
+            safe(alternative.name, 80),
+            safe(alternative.reason, 160),
+            "–" if alternative.time is None else seconds(alternative.time),
+            size(alternative.memory_bytes),
             "✓" if number in front else "",
         ]
-        for number, rival in enumerate(everyone[: MOST_ROWS + 1])
+        for number, alternative in enumerate(everyone[: MOST_ROWS + 1])
     ]
     more = len(everyone) - len(rows)
-    tail = f"<p>and {counted(more, 'more rival')} in plan.json</p>" if more else ""
+    tail = f"<p>and {counted(more, 'more alternative')} in plan.json</p>" if more else ""
     if any(note.startswith("space of the paper") for note in plan.notes):
         tail += (
-            "<p>In the space of the paper data parallelism updates after fewer samples: its time is of its own "
-            "mini-batch, and the reason compares throughput.</p>"
+            "<p>In the space of the paper data parallelism steps the optimizer after fewer samples: its time "
+            "is of its own global batch, and the reason compares throughput.</p>"
         )
     headers = ["#", "way", "why not", "time", "memory", "Pareto"]
-    return section("rivals", "Rivals", picture(chart), table("rivals", headers, rows, words=3), tail)
+    return section(
+        "alternatives", "Alternatives", picture(chart), table("alternatives", headers, rows, words=3), tail
+    )
 
 
 def _exploration(subject: Subject) -> str:
@@ -310,7 +270,7 @@ def _exploration(subject: Subject) -> str:
         [safe(step.name) + ("" if step.ran else " (skipped)"), safe(step.numbers, 300), safe(step.change, 300)]
         for step in subject.steps
     ]
-    headers = ["step", "on what numbers", "what it changed"]
+    headers = ["step", "figures", "what it changed"]
     steps = table("steps", headers, rows, words=3) if rows else ""
     if not rows:
         steps = '<p class="soft">The steps of the paper\'s exploration are shown by <code>--explain</code>.</p>'
@@ -322,27 +282,27 @@ def _comparison(subject: Subject) -> str:
     if found is None:
         return ""
     stages = found.stages
-    straight = all(row.stage == row.rank for row in stages)
+    one_each = all(row.stage == row.rank for row in stages)
     rows = []
     for row in stages:
-        live = f"{row.live.predicted:g} → {row.live.measured:g}"
+        in_flight = f"{row.live.predicted:g} → {row.live.measured:g}"
         bubble = f"{share(row.bubble.predicted)} → {share(row.bubble.measured)}"
         times = [_both(pair) for pair in (row.forward, row.backward, row.busy)]
-        where = [str(row.stage)] if straight else [str(row.stage), str(row.rank)]
-        rows.append([*where, *times, bubble, live, _memory_pair(row.memory)])
+        where = [str(row.stage)] if one_each else [str(row.stage), str(row.rank)]
+        rows.append([*where, *times, bubble, in_flight, _memory_pair(row.memory)])
     worst = max(stages, key=lambda row: abs(row.busy.error or 0.0))
     words = (
-        f"<p>One mini-batch was predicted to take {seconds(found.time.predicted)} and took "
-        f"{seconds(found.time.measured)}{_error(found.time)}, from its first action to the end of its last; a "
-        f"step with the ranks' synchronisation took {seconds(found.step_seconds)} in the median. The busy time of "
-        f"rank {worst.rank} is furthest off. Errors are predicted over measured, less one.</p>"
+        f"<p>One global batch was predicted to take {seconds(found.time.predicted)} and took "
+        f"{seconds(found.time.measured)}{prediction_error(found.time)}, from its first action to the end of "
+        f"its last; a step with the ranks' synchronisation took {seconds(found.step_seconds)} in the median. "
+        f"The busy time of rank {worst.rank} is furthest off. Errors are predicted over measured, less one.</p>"
     )
     whole = [row.memory.measured for row in stages if row.memory.source == "resident"]
     peaks = [peak for peak in whole if peak is not None]
     if peaks:
         words += f"<p>The largest process held {size(float(max(peaks)))}, libraries and all.</p>"
-    where = ["stage"] if straight else ["stage", "rank"]
-    headers = [*where, "forward", "backward", "busy", "bubble", "live", "memory"]
+    where = ["stage"] if one_each else ["stage", "rank"]
+    headers = [*where, "forward", "backward", "busy", "bubble", "in flight", "memory"]
     return section("comparison", "Predicted → measured", words, table("comparison", headers, rows))
 
 
@@ -355,13 +315,7 @@ def _memory_pair(pair: MemoryPair) -> str:
 
 
 def _both(pair: Pair) -> str:
-    return f"{seconds(pair.predicted)} → {seconds(pair.measured)}{_error(pair)}"
-
-
-def _error(pair: Pair) -> str:
-    if pair.error is None:
-        return ""
-    return f' <span class="error">({pair.error:+.0%})</span>'
+    return f"{seconds(pair.predicted)} → {seconds(pair.measured)}{prediction_error(pair)}"
 
 
 def _about(plan: Plan) -> str:
@@ -372,8 +326,8 @@ def _about(plan: Plan) -> str:
     facts = [
         ("cluster", f"{plan.cluster.name}: {cluster}"),
         ("schedule", plan.schedule.name),
-        ("mini-batch", f"{plan.minibatch} samples: {plan.microbatches} micro-batches of {plan.microbatch_size}"),
-        ("numbers", plan.dtype),
+        ("global batch", f"{plan.minibatch} samples: {plan.microbatches} micro-batches of {plan.microbatch_size}"),
+        ("dtype", plan.dtype),
         ("optimizer", plan.optimizer),
         ("strategy", plan.strategy),
         ("profile", f"{plan.profile_hash}, {plan.prediction.source}"),

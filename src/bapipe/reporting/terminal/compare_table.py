@@ -13,19 +13,19 @@ from bapipe.units import format_bandwidth, format_bytes, format_seconds
 
 __all__ = ["comparison_notes", "comparison_tables", "correction_table"]
 
-_PAIRS_IN_A_TABLE = 3
-"""so that it fits into a terminal of 96 columns"""
+_PAIRS_IN_A_TABLE = 2
+"""so that it fits into a terminal of 80 columns"""
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:
     """Tables of a row per stage and rank, then one of a row per rank."""
     stages = comparison.stages
-    straight = all(row.stage == row.rank for row in stages)
+    one_each = all(row.stage == row.rank for row in stages)
     shared = len({row.rank for row in stages}) < len(stages)
     figures: list[tuple[str, Callable[[StageComparison], Pair | None]]] = [
         ("forward", lambda row: row.forward),
         ("backward", lambda row: row.backward),
-        ("update of the rank" if shared else "update", lambda row: row.update),
+        ("optimizer of the rank" if shared else "optimizer", lambda row: row.update),
         ("recompute", lambda row: row.recompute),
         ("input gradient", lambda row: row.input_gradient),
         ("weight gradient", lambda row: row.weight_gradient),
@@ -36,24 +36,24 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
     for first in range(0, len(shown), _PAIRS_IN_A_TABLE):
         part = shown[first : first + _PAIRS_IN_A_TABLE]
         title = f"{comparison.schedule}: predicted → measured (error of the prediction)" if first == 0 else None
-        names = ["stage", *(() if straight else ("rank",)), *(name for name, _ in part)]
-        table = _table(title, [*names, *(("live",) if first == 0 else ())])
+        names = ["stage", *(() if one_each else ("rank",)), *(name for name, _ in part)]
+        table = _table(title, [*names, *(("in flight",) if first == 0 else ())])
         for row in stages:
-            cells = [str(row.stage), *(() if straight else (str(row.rank),))]
+            cells = [str(row.stage), *(() if one_each else (str(row.rank),))]
             cells += [_seconds(figure(row)) for _, figure in part]
             table.add_row(*cells, *((_counts(row.live),) if first == 0 else ()))
         tables.append(table)
-    return [*tables, _rank_table(comparison, straight)]
+    return [*tables, _rank_table(comparison, one_each)]
 
 
-def _rank_table(comparison: Comparison, straight: bool) -> Table:
-    names = ["rank", *(() if straight else ("stages",)), "busy", "waits for transfers", "bubble", "memory"]
+def _rank_table(comparison: Comparison, one_each: bool) -> Table:
+    names = ["rank", *(() if one_each else ("stages",)), "busy", "waits for transfers", "bubble", "memory"]
     table = _table(None, names)
     for rank in sorted({row.rank for row in comparison.stages}):
         own = [row for row in comparison.stages if row.rank == rank]
         table.add_row(
             str(rank),
-            *(() if straight else (", ".join(str(row.stage) for row in own),)),
+            *(() if one_each else (", ".join(str(row.stage) for row in own),)),
             _seconds(own[0].busy),
             _seconds(own[0].exposed),
             _share(own[0].bubble),
@@ -63,9 +63,9 @@ def _rank_table(comparison: Comparison, straight: bool) -> Table:
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
-    """The mini-batch as a whole, what the links took, and what the memory figures are."""
+    """The global batch as a whole, what the links took, and what the memory figures are."""
     notes = [
-        f"mini-batch: {_seconds(comparison.time)}, bubble {_share(comparison.bubble)}",
+        f"global batch: {_seconds(comparison.time)}, bubble {_share(comparison.bubble)}",
         f"a step takes {format_seconds(comparison.step_seconds)} in the median; "
         f"{format_seconds(comparison.outside_seconds)} of the recorded one lie outside of its actions",
     ]
@@ -91,7 +91,7 @@ def _link_note(estimate: LinkEstimate) -> str:
 
 def correction_table(found: Recalibration) -> Table:
     """A row per accelerator type and stage: by what its layers' times were multiplied."""
-    table = _table("recalibrated: measured / predicted", ["type", "stage", "forward", "backward", "update"])
+    table = _table("recalibrated: measured / predicted", ["type", "stage", "forward", "backward", "optimizer"])
     for row in found.corrections:
         update = "–" if row.update is None else f"×{row.update:.3f}"
         table.add_row(row.accelerator, str(row.stage), f"×{row.forward:.3f}", f"×{row.backward:.3f}", update)

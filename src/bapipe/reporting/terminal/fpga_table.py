@@ -6,13 +6,12 @@ from collections.abc import Iterable
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from bapipe.records.fpga_deployment import BoardDeployment, Deployment
 from bapipe.records.plan import Plan
-from bapipe.reporting.terminal.plan_table import answer, render_rivals, stage_layers
+from bapipe.reporting.terminal.plan_table import answer, render_alternatives, stage_layers
 from bapipe.units import format_bytes, format_seconds
 
 __all__ = ["render_assumptions", "render_fpga"]
@@ -20,8 +19,8 @@ __all__ = ["render_assumptions", "render_fpga"]
 _MOST_SPILLS = 3
 
 
-def render_fpga(plan: Plan, *, rivals: int = 8) -> RenderableType:
-    """The answer, what each board computes, what it holds and sends, spills, rivals and notes."""
+def render_fpga(plan: Plan, *, alternatives: int = 8) -> RenderableType:
+    """The answer, what each board computes, what it holds and sends, spills, alternatives and notes."""
     deployment = plan.deployment
     assert deployment is not None, "only plans for FPGAs have a deployment"
     interval = deployment.boards[0].interval
@@ -32,14 +31,14 @@ def render_fpga(plan: Plan, *, rivals: int = 8) -> RenderableType:
         _resources(deployment),
         _memory(deployment),
         *(Text(f"· {line}") for line in _spills(deployment)),
-        render_rivals(plan, rivals),
+        render_alternatives(plan, alternatives),
         *(Text(f"· {note}") for note in plan.notes),
     ]
     return Group(*parts)
 
 
 def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
-    """A table with `left` columns, which wrap, and numbers."""
+    """A table with `left` columns, which wrap, and figures."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     table.add_column("#", justify="right", no_wrap=True)
     for header in left:
@@ -58,9 +57,9 @@ def _compute(plan: Plan, deployment: Deployment) -> Table:
     for index, (stage, board) in enumerate(zip(plan.stages, deployment.boards, strict=True)):
         table.add_row(
             str(index),
-            escape(f"{board.accelerator} {board.type}"),
-            escape(stage_layers(stage)),
-            escape(board.binds),
+            f"{board.accelerator} {board.type}",
+            stage_layers(stage),
+            board.binds,
             format_seconds(board.compute),
             format_seconds(board.ddr) if board.ddr else "–",
             f"{board.ratio:.2f}",
@@ -97,7 +96,7 @@ def _memory(deployment: Deployment) -> Table:
     table = _table(
         "MB on chip, and in DDR",
         (),
-        ("weights", "gradients", "features", "hosted", "FIFOs", "free", "usable", "in DDR"),
+        ("weights", "gradients", "activations", "hosted", "FIFOs", "free", "usable", "in DDR"),
     )
     for index, board in enumerate(deployment.boards):
         used = (
@@ -126,7 +125,7 @@ def _spills(deployment: Deployment) -> Iterable[str]:
         if not away:
             continue
         shown = [
-            f"{item.what} of {item.layer} {format_bytes(item.bytes)}"
+            f"{item.words} of {item.layer} {format_bytes(item.bytes)}"
             + ("" if item.where == "ddr" else f" (on {item.where})")
             for item in away[:_MOST_SPILLS]
         ]
@@ -144,5 +143,5 @@ def render_assumptions(plan: Plan) -> Table:
         table.add_column(header, overflow="fold", no_wrap=header == "name")
     for name, text in deployment.assumptions.items():
         value, _, source = text.partition(": ")
-        table.add_row(escape(name), escape(value), escape(source))
+        table.add_row(name, value, source)
     return table

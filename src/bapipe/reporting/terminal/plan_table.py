@@ -1,12 +1,12 @@
-"""A plan in the terminal: the answer in one sentence, the stages, the rivals."""
+"""A plan in the terminal: the answer in one sentence, the stages, the alternatives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -14,14 +14,20 @@ from bapipe.planner.partition.paper.step_record import Step
 from bapipe.records.plan import Plan, PlanStage
 from bapipe.units import format_bytes, format_seconds, format_throughput
 
-__all__ = ["answer", "render_plan", "render_rivals", "render_steps", "stage_layers"]
+__all__ = ["answer", "render_alternatives", "render_plan", "render_steps", "stage_layers"]
 
 _BAR = 4
+_NAME = 24
+"""characters of a layer's name, where two are shown"""
+_PLACE, _LAYERS = 11, 28
+"""columns that names of accelerators and layers get, if they need them, before the table is set more closely"""
+_LEAST_PLACE, _FEW_LAYERS, _LEAST_LAYERS = 7, 18, 12
+"""columns that accelerators always get, those that layers get before accelerators take the rest, and always get"""
 
 
-def answer(plan: Plan) -> str:
-    """What to run, how fast, and how far from the bound."""
-    shape = {
+def shape(plan: Plan) -> str:
+    """Schedule, stages and micro-batches in a few words."""
+    kind = {
         "data-parallel": f"data parallelism on {len(plan.ranks)} accelerators",
         "pipeline": f"{plan.schedule.name} over {len(plan.stages)} stages",
         "hybrid": f"{plan.schedule.name} over stages of "
@@ -29,11 +35,16 @@ def answer(plan: Plan) -> str:
         + " replicas",
     }[plan.kind]
     if plan.kind == "pipeline" and len(plan.stages) == 1:
-        shape = "one accelerator"
+        kind = "one accelerator"
+    return f"{kind}, {plan.microbatches} micro-batches of {plan.microbatch_size}"
+
+
+def answer(plan: Plan) -> str:
+    """What to run, how fast it is predicted to be, and how far that is from the bound."""
     prediction = plan.prediction
     return (
-        f"{plan.model.name}: {shape}, {plan.microbatches} micro-batches of {plan.microbatch_size}: "
-        f"{format_seconds(prediction.time)} per mini-batch of {plan.minibatch}, "
+        f"{plan.model.name}: {shape(plan)}: "
+        f"{format_seconds(prediction.time)} per global batch of {plan.minibatch}, "
         f"{format_throughput(prediction.throughput)} samples/s, {prediction.gap:.1%} over the lower bound"
     )
 
@@ -48,9 +59,15 @@ def stage_layers(stage: PlanStage) -> str:
         return str(index)
 
     first, last = end(stage.first_layer), end(stage.last_layer)
-    names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
+    most = _NAME if len(stage.layers) > 1 else 2 * _NAME
+    names = " … ".join(_tail(name, most) for name in dict.fromkeys((stage.layers[0], stage.layers[-1])))
     place = first if stage.first_layer == stage.last_layer else f"{first}–{last}"
-    return f"{place}  {names[:48]}"
+    return f"{place}  {names}"
+
+
+def _tail(name: str, most: int) -> str:
+    """The end of a long name, which says more than its beginning: blocks.7.attention of model.encoder.blocks…"""
+    return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def _both(forward: float, backward: float) -> str:
@@ -64,58 +81,73 @@ def _bar(share: float) -> str:
     return "█" * filled + "░" * (_BAR - filled)
 
 
-def render_plan(plan: Plan, *, rivals: int = 8) -> RenderableType:
-    """The answer, a row per stage, the rivals and the notes."""
-    stages = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for header, justify in (
-        ("#", "right"),
-        ("on", "left"),
-        ("layers", "left"),
-        ("F + B", "right"),
-        ("live", "right"),
-        ("memory", "left"),
-        ("sends", "right"),
-    ):
-        wraps = header in ("on", "layers")
-        least = {"on": 7, "layers": 12}.get(header)
-        stages.add_column(
-            header,
-            justify="right" if justify == "right" else "left",
-            no_wrap=not wraps,
-            overflow="fold",
-            min_width=least,
-        )
-    for index, stage in enumerate(plan.stages):
-        share = stage.memory_bytes / stage.memory_capacity if stage.memory_capacity else 1.0
-        where = stage.accelerators[0]
-        if len(stage.accelerators) > 1:
-            where = f"{stage.accelerators[0]} … ×{len(stage.accelerators)}"
-        stages.add_row(
-            str(index),
-            escape(where),
-            escape(stage_layers(stage)) + (" (recomputes)" if stage.recompute else ""),
-            _both(stage.forward, stage.backward),
-            f"{stage.peak_features:g}",
-            f"{_bar(share)} {format_bytes(stage.memory_bytes)}",
-            format_bytes(stage.send_forward_bytes) if index + 1 < len(plan.stages) else "–",
-        )
-    parts: list[RenderableType] = [Text(answer(plan), style="bold"), stages]
+def render_plan(plan: Plan, *, alternatives: int = 8) -> RenderableType:
+    """The answer, a row per stage, the alternatives and the notes."""
+    parts: list[RenderableType] = [Text(answer(plan), style="bold"), _StageTable(plan)]
     if plan.rivals:
-        parts.append(render_rivals(plan, rivals))
+        parts.append(render_alternatives(plan, alternatives))
     sizes = sorted({format_bytes(stage.memory_capacity) for stage in plan.stages})
-    parts.append(Text(f"· memory: the bar is the share of the accelerator's {' or '.join(sizes)}"))
+    parts.append(Text(f"· memory: the peak, of an accelerator's {' or '.join(sizes)}"))
     parts.extend(Text(f"· {note}") for note in plan.notes)
     return Group(*parts)
 
 
-def render_rivals(plan: Plan, most: int = 8) -> Table:
-    """The rivals and why they lost."""
+class _StageTable:
+    """A row per stage, set as closely as the terminal needs: figures are never cut, names wrap in what is left."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._stages = plan.stages
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        places = [_place(stage) for stage in self._stages]
+        layers = [stage_layers(stage) + (" (recomputes)" if stage.recompute else "") for stage in self._stages]
+        place, layer = (max(map(cell_len, column)) for column in (places, layers))
+        # Wide, then with less space between columns, then without the bars.
+        for gap, bars in ((3, True), (2, True), (2, False)):
+            heads = ("#", "F + B", "in flight" if gap == 3 else "flight", "memory", "sends")
+            figures = [self._figures(number, bars=bars) for number in range(len(self._stages))]
+            fixed = sum(max(map(cell_len, column)) for column in zip(heads, *figures, strict=True))
+            room = options.max_width - fixed - 6 * gap - 2
+            if room >= min(place, _PLACE) + min(layer, _LAYERS):
+                break
+        place = min(place, max(_LEAST_PLACE, room - min(layer, _FEW_LAYERS)))
+        layer = min(layer, max(_LEAST_LAYERS, room - place))
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, gap - 2))
+        table.add_column("#", justify="right", no_wrap=True)
+        table.add_column("on", overflow="fold", width=place)
+        table.add_column("layers", overflow="fold", width=layer)
+        for head in ("F + B", "in flight" if gap == 3 else "in\nflight", "memory", "sends"):
+            table.add_column(head, justify="left" if head == "memory" else "right", no_wrap=True)
+        for where, what, (number, *rest) in zip(places, layers, figures, strict=True):
+            table.add_row(number, where, what, *rest)
+        yield table
+
+    def _figures(self, number: int, *, bars: bool) -> tuple[str, ...]:
+        stage = self._stages[number]
+        share = stage.memory_bytes / stage.memory_capacity if stage.memory_capacity else 1.0
+        memory = format_bytes(stage.memory_bytes)
+        return (
+            str(number),
+            _both(stage.forward, stage.backward),
+            f"{stage.peak_features:g}",
+            f"{_bar(share)} {memory}" if bars else memory,
+            format_bytes(stage.send_forward_bytes) if number + 1 < len(self._stages) else "–",
+        )
+
+
+def _place(stage: PlanStage) -> str:
+    count = len(stage.accelerators)
+    return stage.accelerators[0] if count == 1 else f"{stage.accelerators[0]} … ×{count}"
+
+
+def render_alternatives(plan: Plan, most: int = 8) -> Table:
+    """The alternatives and why they lost."""
     table = Table(title="why not the others", title_justify="left")
-    for header in ("rival", "time", "memory", "reason"):
+    for header in ("alternative", "time", "memory", "reason"):
         table.add_column(header, justify="right" if header in ("time", "memory") else "left", overflow="fold")
-    for rival in plan.rivals[:most]:
-        time = "–" if rival.time is None else format_seconds(rival.time)
-        table.add_row(escape(rival.name), time, format_bytes(rival.memory_bytes), escape(rival.reason))
+    for alternative in plan.rivals[:most]:
+        time = "–" if alternative.time is None else format_seconds(alternative.time)
+        table.add_row(alternative.name, time, format_bytes(alternative.memory_bytes), alternative.reason)
     if len(plan.rivals) > most:
         table.caption = f"and {len(plan.rivals) - most} more, which plan.json has (--out)"
     return table
@@ -124,8 +156,8 @@ def render_rivals(plan: Plan, most: int = 8) -> Table:
 def render_steps(steps: Sequence[Step]) -> Table:
     """The exploration's steps, for --explain."""
     table = Table(title="the exploration, step by step", title_justify="left")
-    for header in ("step", "on what numbers", "what it changed"):
+    for header in ("step", "figures", "what it changed"):
         table.add_column(header, overflow="fold")
     for step in steps:
-        table.add_row(step.name + ("" if step.ran else " (skipped)"), escape(step.numbers), escape(step.change))
+        table.add_row(step.name + ("" if step.ran else " (skipped)"), step.numbers, step.change)
     return table

@@ -80,11 +80,11 @@ def render_text(
     columns = aligned_columns(timeline, width - gutter - 1)
     cells = fill_cells(timeline, shown, columns)
     staged = _names_stages(timeline, rows, columns / (high - low))
-    told = not left_out
+    noted = not left_out
     for name, row, owners in zip(names, shown, cells.owner.tolist(), strict=True):
-        if not told and row.rank >= left_out.stop:
+        if not noted and row.rank >= left_out.stop:
             lines.append([(_left_out(left_out, gutter), _FAINT)])
-            told = True
+            noted = True
         lines.append([(f"{name:<{gutter}}│", None), *_drawn(timeline, row, owners, staged)])
     lines.extend(_axis(low, high, unit, columns, width, gutter))
     lines.extend(_wrapped(_legend(timeline, cells.owner), width))
@@ -188,7 +188,7 @@ def _footer(timeline: Timeline, unit: str | None, column: float, shortest: float
 
 
 def _wrapped(items: Iterable[list[Piece]], width: int, between: str = "   ") -> Iterable[list[Piece]]:
-    """Items side by side, as many on a line as fit."""
+    """Items, as many on a line as fit."""
     line: list[Piece] = []
     used = 0
     for item in items:

@@ -28,7 +28,7 @@ class ShownLayer:
     """seconds per micro-batch"""
     backward: float
     weight_bytes: float
-    stash: float
+    saved: float
     """bytes that backward keeps alive per micro-batch"""
     boundary_forward: float
     """bytes per micro-batch that would cross a cut after it"""
@@ -111,7 +111,7 @@ def layer_view(plan: Plan, profile: Profile) -> LayerView:
         forward += _slowest([costs[name].forward * share for name in types])
         backward += _slowest([costs[name].backward * share for name in types])
     weights = profile.weight_bytes
-    stash, ahead, back = (_largest(costs, field) for field in ("stash", "boundary_forward", "boundary_backward"))
+    saved, ahead, back = (_largest(costs, field) for field in ("stash", "boundary_forward", "boundary_backward"))
     layers = tuple(
         ShownLayer(
             index=index,
@@ -120,7 +120,7 @@ def layer_view(plan: Plan, profile: Profile) -> LayerView:
             forward=float(forward[index]),
             backward=float(backward[index]),
             weight_bytes=float(weights[index]),
-            stash=float(stash[index]),
+            saved=float(saved[index]),
             boundary_forward=float(ahead[index]) if index + 1 < count else 0.0,
             boundary_backward=float(back[index]) if index + 1 < count else 0.0,
         )

@@ -1,4 +1,4 @@
-"""What fills each rank's memory during a mini-batch: weights, gradients, optimizer, buffers, features."""
+"""What fills each rank's memory: weights, gradients, optimizer state, buffers, saved activations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RankMemory:
     parts: MemoryParts
     """of the peak"""
     times: Floats
-    """seconds at which the features change"""
+    """seconds at which the saved activations change"""
     features: Floats
-    """bytes live from that time on"""
+    """bytes held from that time on"""
 
     @property
     def peak_features(self) -> float:
@@ -38,7 +38,7 @@ class RankMemory:
         return float(self.features.max(initial=0.0))
 
     def beside_features(self) -> dict[str, float]:
-        """The other parts as at the peak, less what is not there when features are at their most."""
+        """The other parts as at the peak, less what is not there when saved activations are at their most."""
         parts = self.parts
         over = max(0.0, self.peak_features - parts.features)
         buffers = max(0.0, parts.buffers + parts.workspace - over)
@@ -58,27 +58,27 @@ class MemoryView:
 
     ranks: tuple[RankMemory, ...]
     exact: bool
-    """False: the features are what the plan's peak leaves beside the rest, shaped by the live micro-batches, and
-    hold the workspace too"""
+    """False: saved activations are what the plan's peak leaves beside the rest, shaped by the micro-batches in
+    flight, and hold the workspace too"""
 
 
 def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
     """Memory of each rank over the plan's predicted timeline; every peak is the plan's `memory_bytes`."""
-    told = [stage.stash_bytes is not None for stage in plan.stages]
-    stash = [stage.stash_bytes or 0.0 for stage in plan.stages]
+    known = [stage.stash_bytes is not None for stage in plan.stages]
+    saved = [stage.stash_bytes or 0.0 for stage in plan.stages]
     kept = [stage.kept_bytes or 0.0 for stage in plan.stages]
     delayed = [stage.delayed_bytes for stage in plan.stages]
-    later = [whole if own is None else own for own, whole in zip(delayed, stash, strict=True)]
-    series = timeline.bytes_over_time(stash, kept, later)
-    live = timeline.bytes_over_time([1.0] * len(stash))
+    later = [whole if own is None else own for own, whole in zip(delayed, saved, strict=True)]
+    series = timeline.bytes_over_time(saved, kept, later)
+    in_flight = timeline.bytes_over_time([1.0] * len(saved))
     ranks = []
     for rank, name in enumerate(plan.ranks):
         own = tuple(number for number, stage in enumerate(plan.stages) if name in stage.accelerators)
         fullest = max((plan.stages[number] for number in own), key=lambda stage: stage.memory_bytes)
         parts = fullest.memory_parts or _inferred(plan, own)
         times, features = series[rank]
-        if fullest.memory_parts is None or not all(told[number] for number in own):
-            times, features = live[rank]
+        if fullest.memory_parts is None or not all(known[number] for number in own):
+            times, features = in_flight[rank]
             features = features * (parts.features / max(1.0, float(features.max(initial=0.0))))
         ranks.append(
             RankMemory(
@@ -96,9 +96,9 @@ def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
 
 
 def _inferred(plan: Plan, own: tuple[int, ...]) -> MemoryParts:
-    """Of a plan that does not tell: the copies of the weights, and the rest of the peak as features.
+    """Of a plan without its parts: weights, gradients and state, and the rest of the peak as saved activations.
 
-    Where these copies exceed the peak, which then was counted by another rule, all of it is shown as buffers.
+    Where those exceed the peak, which then was counted by another rule, all of it is shown as buffers.
     """
     stages = [plan.stages[number] for number in own]
     versions = plan.schedule.to_schedule().weight_versions or (1,) * len(plan.stages)

@@ -1,5 +1,5 @@
-// Two plans side by side: their figures with the difference, their stages, their pictures. Text from a plan is only
-// ever put in as text; pictures are copies of those in the report's own sections.
+// Two plans compared: their figures with the difference, their stages, their pictures. Text from a plan is only
+// ever put in as text; pictures repeat those in the report's own sections.
 "use strict";
 const comparing = (() => {
   const element = (name, words = "", className = "") => {
@@ -70,7 +70,7 @@ const comparing = (() => {
   function pictures(a, b) {
     const made = element("div", "", "pair");
     const parsed = [a, b].map((answer) => new DOMParser().parseFromString(answer.sections, "text/html"));
-    for (const [name, title] of [["balance", "Stage balance"], ["memory", "Memory"], ["rivals", "Rivals"]]) {
+    for (const [name, title] of [["balance", "Stage balance"], ["memory", "Memory"], ["alternatives", "Alternatives"]]) {
       parsed.forEach((page, place) => {
         const found = page.querySelector(`#${name} .picture`), column = element("div"), letter = "AB"[place];
         if (!found) return;
@@ -102,7 +102,7 @@ const comparing = (() => {
     place.replaceChildren();
     const words = element("p");
     words.append(element("strong", "A: "), a.words, ". ", element("strong", "B: "), b.words, ".");
-    const more = element("details"), summary = element("summary", "stages and pictures side by side");
+    const more = element("details"), summary = element("summary", "stages and pictures of both");
     more.open = true; more.append(summary, stages(a, b), pictures(a, b));
     place.append(words, figures(a, b), more);
   }

@@ -131,7 +131,7 @@ const app = (() => {
       if (!found || done || turn !== asking) return;
       show(found, a);
       say("First answer, from data parallelism and 1f1b alone; the whole search goes on…");
-    }).catch(() => {}); // what is wrong is told by the plan's own answer
+    }).catch(() => {}); // what is wrong stands in the plan's own answer
     try {
       const [b, a] = await Promise.all([get("/api/plan?" + mine, turn.signal), first]);
       done = true;

@@ -1,0 +1,112 @@
+"""The commands that documents show, and small stand-ins for those that want a GPU, many nodes or a long time.
+
+A page's blocks run one after the other in one folder, as a reader would type them. What a page takes for granted
+(a plan, a profile, a cluster file) lies there already.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from command import bapipe
+from paths import REPOSITORY
+
+__all__ = ["PAGES", "Block", "blocks", "prepare", "shell_commands", "stand_in"]
+
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
+    for page in REPOSITORY.glob(pattern)
+)
+_STAND_INS = (
+    (r"^bapipe profile (?:vgg16|gnmt-8)\b", "bapipe profile examples.tiny_model:build --iterations 1"),
+    (r"--device cuda", "--device cpu --threads 1"),
+    (r" --slice-of \d+ --slice-memory \w+", ""),
+    (r"--micro-batch [\d,]+", "--micro-batch 4,8"),
+    (r"--arg blocks=12", "--arg blocks=2 --iterations 1"),
+    (r"--global-batch 256", "--global-batch 32"),
+    (r"^bapipe cluster detect\b", "bapipe cluster detect --ranks 2 --threads 1"),
+    (r"--ranks 4", "--ranks 2"),
+    (r"(?<!launch )--steps \d+", "--steps 2"),
+    (r"--every \d+", "--every 1"),
+    (r"^scripts/demo$", "bash -n scripts/demo"),
+)
+"""what a document has -> what a test runs in its place: the same options with a model that takes seconds"""
+_GIVEN = {
+    "plan.json": "examples/plan.json",
+    "run.json": "examples/run.json",
+    "profile.json": "examples/tiny-profile.json",
+    "cluster.toml": "examples/cluster-two-cpus.toml",
+}
+"""files that pages take for granted"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    kind: str
+    """sh, console, python, …; empty where the page does not say"""
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(*kinds: str) -> Iterator[Block]:
+    """Every block of these kinds, page by page; one inside a list is indented there, not here."""
+    for page in PAGES:
+        opened: tuple[int, str] | None = None
+        lines: list[str] = []
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+            if not line.lstrip().startswith("```"):
+                lines.append(line)
+            elif opened is None:
+                opened, lines = (number, line.lstrip(" `")), []
+            else:
+                if opened[1] in kinds:
+                    name = page.relative_to(REPOSITORY).as_posix()
+                    yield Block(
+                        page=name, line=opened[0], kind=opened[1], text=textwrap.dedent("\n".join(lines)) + "\n"
+                    )
+                opened = None
+
+
+def shell_commands(text: str) -> Iterator[str]:
+    """The lines of a block, joined where they end in a backslash, without their comments."""
+    for line in text.replace("\\\n", " ").splitlines():
+        command = re.sub(r"\s+#(?: .*)?$", "", line.removeprefix("$ ")).strip()
+        if command:
+            yield command
+
+
+def stand_in(command: str) -> str:
+    """What a test runs for it."""
+    for pattern, text in _STAND_INS:
+        command = re.sub(pattern, text, command)
+    return command
+
+
+def prepare(page: str, folder: Path) -> None:
+    """Lay out what the page's commands take for granted, its own Python blocks included."""
+    for name in ("examples", "scripts"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    for name, source in _GIVEN.items():
+        shutil.copy(REPOSITORY / source, folder / name)
+    shown = next(
+        (block.text for block in blocks("python") if block.page == page and "def build(" in block.text), ""
+    )
+    (folder / "my_model.py").write_text(shown, encoding="utf-8")
+    (folder / "train.py").write_text("", encoding="utf-8")
+    if any("other.json" in block.text for block in blocks("sh") if block.page == page):
+        made = "plan profile.json --cluster cluster.toml --global-batch 64 --schedule gpipe --out other.json"
+        assert bapipe(*shlex.split(made), folder=folder).returncode == 0

@@ -18,7 +18,7 @@ from bapipe.schedule.generators import capped, pipedream, with_update
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.torch.inputs.build_model import BuiltModel
 from bapipe.torch.pipedream.weight_versions import WeightStash
-from bapipe.torch.runtime.plan_checks import runnable_schedule
+from bapipe.torch.runtime.plan_checks import as_runnable, check_plan
 from bapipe.torch.stage.loss import LossOfEach
 from bapipe.torch.verify.stale_check import Holding, train_stale
 from paths import REPOSITORY
@@ -133,20 +133,20 @@ def test_which_plans_never_flush() -> None:
     plan = read_plan(ROOT / "examples" / "plan.json")
     M = plan.microbatches
     endless = replace(plan, schedule=ScheduleFile.of(pipedream(2, M)))
-    assert not runnable_schedule(endless).flushes
-    assert not runnable_schedule(endless, flushes=False).flushes
+    assert not check_plan(endless).schedule.flushes
+    assert not as_runnable(endless, flushes=False).schedule.flushes
     with pytest.raises(BaPipeError, match="pipedream updates while it runs; train it with PipeDream"):
-        runnable_schedule(endless, flushes=True)
+        as_runnable(endless, flushes=True)
     with pytest.raises(BaPipeError, match="waits for every mini-batch to end; train it with Pipeline"):
-        runnable_schedule(plan, flushes=False)
+        as_runnable(plan, flushes=False)
     updated = replace(endless, schedule=ScheduleFile.of(with_update(pipedream(2, M))))
     with pytest.raises(BaPipeError, match="1F1B's order only"):
-        runnable_schedule(updated)
+        check_plan(updated)
     lanes = pipedream(2, M).lanes
     swapped = Lane.of(0, [Action(0, lanes[0][0].kind, 1), Action(0, lanes[0][0].kind, 0), *list(lanes[0])[2:]])
     other = replace(endless.schedule.to_schedule(), lanes=(swapped, lanes[1]))
     with pytest.raises(BaPipeError, match="order"):
-        runnable_schedule(replace(endless, schedule=ScheduleFile.of(other)))
+        check_plan(replace(endless, schedule=ScheduleFile.of(other)))
 
 
 def test_old_run_records_have_one_version() -> None:

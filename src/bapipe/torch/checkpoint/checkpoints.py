@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
+from bapipe.torch.checkpoint.checkpoint_checks import require_writable
 from bapipe.torch.checkpoint.checkpoint_folder import (
     begin_checkpoint,
     candidates,
@@ -89,7 +90,7 @@ class Checkpoints:
     ) -> None:
         """`keep` is how many complete checkpoints stay; with `asynchronous` files are written while training goes
         on, from a copy in host memory. Where a checkpoint could not be written `say` is called on rank 0, with one
-        line; by default it goes to standard error.
+        line; by default it goes to standard error. BaPipeError, on all ranks, where `folder` cannot be written.
         """
         if keep < 1:
             raise BaPipeError(f"at least 1 checkpoint must be kept, got {keep}; raise keep")
@@ -109,6 +110,7 @@ class Checkpoints:
         with pipe.watch.guard(), guarded(None):
             # Its own, so that what is written beside the training does not meet the training's own messages.
             self._group = dist.new_group(backend="gloo", timeout=pipe.timeout)
+            self._agreed(lambda: require_writable(self.folder))
 
     def lock(self) -> None:
         """Keep other runs from writing into the folder until `close`; BaPipeError if one does.

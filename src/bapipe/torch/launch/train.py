@@ -9,15 +9,14 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from bapipe.records.plan import Plan
 from bapipe.records.run_record import CheckRecord, RunRecord, StepRecord
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.checkpoint.checkpoint_folder import latest
@@ -33,49 +32,46 @@ from bapipe.torch.launch.run_report import RankReport, make_record, median_step
 from bapipe.torch.profiler.environment import plain_fp32
 from bapipe.torch.runtime.executor import RankTrace
 from bapipe.torch.runtime.pipeline import Pipeline
-from bapipe.torch.runtime.plan_checks import microbatch_sizes
+from bapipe.torch.runtime.pipeline_options import PipelineOptions
+from bapipe.torch.runtime.plan_checks import RunnablePlan
 from bapipe.torch.verify.gradient_check import Gradients, compare_gradients, gradients, joined
 
 if TYPE_CHECKING:
     from bapipe.torch.checkpoint.checkpoints import Checkpoints, Loaded
 
-__all__ = ["TrainSettings", "Training", "peak_memory", "train"]
+__all__ = ["Training", "peak_memory", "pipeline_options", "train"]
 
 _KEPT_STEPS = 9
 """of the last so many steps the one of median time is recorded"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings(RunOptions):
-    """The options of a run as a rank has them; mini-batch s is made with seed + 1 + s."""
-
-    folders: tuple[Path, ...] = ()
-    """where to look for the model's code first"""
-
-
 class Training:
     """This rank's part of a run, ready for its first step."""
 
-    def __init__(self, plan: Plan, settings: TrainSettings, *, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        runnable: RunnablePlan,
+        options: RunOptions,
+        *,
+        folders: Sequence[Path] = (),
+        watch: Watch | None = None,
+    ) -> None:
+        plan = runnable.plan
         plain_fp32(plan.dtype)
-        built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
+        built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
         self.pipe = Pipeline(
             lambda: (built.module, built.args, built.kwargs),
-            plan,
+            runnable,
             built.loss,
-            seed=None,
-            transport=settings.transport,
-            device=settings.device,
-            timeout=settings.timeout,
-            watch=watch,
+            options=pipeline_options(options, watch),
         )
-        self.batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
-        self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=settings.learning_rate)
+        self.batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
+        self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=options.learning_rate)
         self.loaded: Loaded | None = None
         """where the run goes on from"""
         self.stopped = 0
         """the signal that ends the run before its last step, the same on all ranks; 0: none"""
-        self._saving = saving = settings.saving
+        self._saving = saving = options.saving
         self._checkpoints: Checkpoints | None = None
         if saving is not None:
             # torch.distributed.checkpoint takes seconds to import.
@@ -97,7 +93,7 @@ class Training:
         """Save what is trained, where it is time to."""
         if self._checkpoints is None or self._saving is None:
             return
-        if is_last or self.pipe.steps % self._saving.every == 0:
+        if is_last or self._saving.is_due(self.pipe.steps):
             self._save()
 
     def _save(self) -> None:
@@ -151,9 +147,10 @@ class Training:
 
 
 def train(
-    plan: Plan,
-    settings: TrainSettings,
+    runnable: RunnablePlan,
+    options: RunOptions,
     *,
+    folders: Sequence[Path] = (),
     watch: Watch | None = None,
     on_step: Callable[[StepRecord, float], None] | None = None,
     on_load: Callable[[Loaded], None] | None = None,
@@ -166,15 +163,14 @@ def train(
     the last step already, nothing is trained and there is no record. `on_unsaved` is called on every rank if the
     last checkpoint could not be written, with the reason. Where checkpoints are saved, a signal that `watch` has
     heard ends the run after the step that is under way: it is saved, and RunError says so, on rank 0 to be told.
+    `folders` are where to look for the model's code first.
     """
-    if settings.saving is not None:
-        settings.saving.check()
-    training = Training(plan, settings, watch=watch)
+    training = Training(runnable, options, folders=folders, watch=watch)
     if training.loaded is not None and on_load is not None and dist.get_rank() == 0:
         on_load(training.loaded)
     with training.pipe.watch.guard():
-        trained = training.pipe.steps >= settings.steps
-        record = None if trained else _train(plan, settings, training, on_step)
+        trained = training.pipe.steps >= options.steps
+        record = None if trained else _train(runnable, options, training, folders, on_step)
         if training.stopped:
             raise RunError(training.stop(), told=dist.get_rank() != 0)
     unsaved = training.close()
@@ -184,7 +180,11 @@ def train(
 
 
 def _train(
-    plan: Plan, settings: TrainSettings, training: Training, on_step: Callable[[StepRecord, float], None] | None
+    runnable: RunnablePlan,
+    options: RunOptions,
+    training: Training,
+    folders: Sequence[Path],
+    on_step: Callable[[StepRecord, float], None] | None,
 ) -> RunRecord | None:
     pipe, rank = training.pipe, dist.get_rank()
     meeting = pipe.watch.meeting
@@ -194,9 +194,9 @@ def _train(
     kept: list[Gradients] = []
     live = dict.fromkeys(pipe.stages, 0)
     first_step = pipe.steps
-    checking = settings.check and first_step == 0
-    pipe.watch.stops_later = settings.saving is not None
-    for step in range(first_step, settings.steps):
+    checking = options.check and first_step == 0
+    pipe.watch.stops_later = options.saving is not None
+    for step in range(first_step, options.steps):
         batch = training.batches(step)
         pipe.watch.progress.begin(step)
         with meeting("ready"):
@@ -217,8 +217,8 @@ def _train(
             seconds = steps[-1][1]
             bubble = max(0.0, 1 - busy / (dist.get_world_size() * seconds))
             on_step(StepRecord(step=step, loss=loss, seconds=seconds), bubble)
-        training.save(is_last=step == settings.steps - 1)
-    pipe.watch.stops_later = settings.saving is not None and settings.saving.asynchronous
+        training.save(is_last=step == options.steps - 1)
+    pipe.watch.stops_later = options.saving is not None and options.saving.asynchronous
     pipe.watch.progress.note("gathering what every rank recorded")
 
     first = len(steps) - len(traces)
@@ -240,8 +240,9 @@ def _train(
     found = gathered((kept, parts)) if checking else None
     if rank != 0:
         return None
+    losses = [loss for loss, _ in steps]
     return make_record(
-        plan,
+        runnable.plan,
         reports,
         steps=steps,
         first_step=first_step,
@@ -251,7 +252,9 @@ def _train(
         backend=dist.get_backend(),
         transport=pipe.transport,
         threads=torch.get_num_threads(),
-        check=None if found is None else _check(plan, settings, found, [loss for loss, _ in steps], pipe.device),
+        check=None
+        if found is None
+        else _check(runnable, options, folders, found, losses=losses, device=pipe.device),
     )
 
 
@@ -267,23 +270,33 @@ def _median(steps: list[tuple[float, float]], first: int) -> int:
 
 
 def _check(
-    plan: Plan,
-    settings: TrainSettings,
+    runnable: RunnablePlan,
+    options: RunOptions,
+    folders: Sequence[Path],
     found: list[tuple[list[Gradients], dict[str, Slice]]],
+    *,
     losses: list[float],
     device: torch.device,
 ) -> CheckRecord:
     """Compare with the same training in this process alone."""
-    built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
-    batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
+    plan = runnable.plan
+    built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+    batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
     return compare_gradients(
         built,
-        [batches(step) for step in range(settings.steps)],
-        sizes=microbatch_sizes(plan),
-        optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=settings.learning_rate),
-        found=[joined((kept[step], parts) for kept, parts in found) for step in range(settings.steps)],
+        [batches(step) for step in range(options.steps)],
+        sizes=runnable.sizes,
+        optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=options.learning_rate),
+        found=[joined((kept[step], parts) for kept, parts in found) for step in range(options.steps)],
         losses=losses,
         device=device,
+    )
+
+
+def pipeline_options(options: RunOptions, watch: Watch | None) -> PipelineOptions:
+    """How a rank of a run trains. The model is seeded where it is built."""
+    return PipelineOptions(
+        seed=None, transport=options.transport, device=options.device, timeout=options.timeout, watch=watch
     )
 
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import platform
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from bapipe.errors import BaPipeError
-from bapipe.records.plan import Plan
 from bapipe.records.run_record import CheckRecord, RunRecord, StepRecord
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, sum_over_ranks
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.inputs.build_model import build_model, make_optimizer
 from bapipe.torch.inputs.training_data import Batches, batches_for
+from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.launch.run_report import RankReport, make_record, median_step
-from bapipe.torch.launch.train import TrainSettings, peak_memory
+from bapipe.torch.launch.train import peak_memory, pipeline_options
 from bapipe.torch.pipedream.stashing_pipeline import EndlessTrace, PipeDream
 from bapipe.torch.profiler.environment import plain_fp32
-from bapipe.torch.runtime.plan_checks import microbatch_sizes
+from bapipe.torch.runtime.plan_checks import RunnablePlan
 from bapipe.torch.stage.loss import loss_of_step
 from bapipe.torch.verify.gradient_check import Gradients, gradients
 from bapipe.torch.verify.stale_check import Holding, compare_stale
@@ -38,9 +38,10 @@ _AHEAD = 4
 
 
 def train_pipedream(
-    plan: Plan,
-    settings: TrainSettings,
+    runnable: RunnablePlan,
+    options: RunOptions,
     *,
+    folders: Sequence[Path] = (),
     watch: Watch | None = None,
     on_step: Callable[[StepRecord, float], None] | None = None,
 ) -> RunRecord | None:
@@ -50,23 +51,18 @@ def train_pipedream(
     before on rank 0 to its own: the first has the filling of the pipeline in it, the others are M steady periods.
     `on_step` is called on rank 0 after every step, with its bubble.
     """
-    if settings.saving is not None:
-        raise BaPipeError("a pipedream run never pauses, so it cannot be saved; drop --checkpoint")
+    plan = runnable.plan
     plain_fp32(plan.dtype)
-    built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
+    built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
     pipe = PipeDream(
         lambda: (built.module, built.args, built.kwargs),
-        plan,
+        runnable,
         built.loss,
-        vertical_sync=settings.vertical_sync,
-        seed=None,
-        transport=settings.transport,
-        device=settings.device,
-        timeout=settings.timeout,
-        watch=watch,
+        vertical_sync=options.vertical_sync,
+        options=pipeline_options(options, watch),
     )
-    batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
-    optimizer = make_optimizer(plan.optimizer, list(pipe.parameters()), rate=settings.learning_rate)
+    batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
+    optimizer = make_optimizer(plan.optimizer, list(pipe.parameters()), rate=options.learning_rate)
     kept: Found = {}
     parts = {name: part for name, _, part in pipe.held() if part is not None}
     count = plan.microbatches
@@ -81,14 +77,14 @@ def train_pipedream(
 
     offset = clock_offset(machine_name())
     trace = pipe.train(
-        _made_ahead(batches, settings.steps),
+        _made_ahead(batches, options.steps),
         optimizer,
-        steps=settings.steps,
-        on_update=keep if settings.check else None,
+        steps=options.steps,
+        on_update=keep if options.check else None,
         on_step=tell,
     )
     with pipe.watch.guard():
-        record = _record(plan, settings, pipe, trace, kept, offset)
+        record = _record(runnable, options, folders, _Ran(pipe, trace, kept, offset))
     pipe.close()
     return record
 
@@ -105,10 +101,19 @@ def _made_ahead(batches: Batches, steps: int) -> Iterator[tuple[Any, Any]]:
     return in_turn()
 
 
-def _record(
-    plan: Plan, settings: TrainSettings, pipe: PipeDream, trace: EndlessTrace, kept: Found, offset: float
-) -> RunRecord | None:
-    rank = dist.get_rank()
+class _Ran(NamedTuple):
+    """What a rank has after its last optimizer step."""
+
+    pipe: PipeDream
+    trace: EndlessTrace
+    kept: Found
+    offset: float
+    """of this rank's clock"""
+
+
+def _record(runnable: RunnablePlan, options: RunOptions, folders: Sequence[Path], ran: _Ran) -> RunRecord | None:
+    plan, rank = runnable.plan, dist.get_rank()
+    pipe, trace, kept, offset = ran
     pipe.watch.progress.note("gathering what every rank recorded")
     seconds = [end - start for start, end in zip((trace.start, *trace.ends), trace.ends, strict=False)]
     recorded = int(sum_over_ranks(_median(seconds, trace) if rank == 0 else 0.0))
@@ -125,7 +130,7 @@ def _record(
         )
     )
     versions = gathered(trace.weight_versions)
-    found = gathered(kept) if settings.check else None
+    found = gathered(kept) if options.check else None
     if rank != 0:
         return None
     count = plan.microbatches
@@ -143,7 +148,7 @@ def _record(
         backend=dist.get_backend(),
         transport=pipe.transport,
         threads=torch.get_num_threads(),
-        check=None if found is None else _check(plan, settings, pipe, found, trace.losses),
+        check=None if found is None else _check(runnable, options, folders, pipe, found, trace.losses),
     )
     # What a rank did between two actions of a step was often an action of another step, which is not here: who
     # waited for which transfer cannot be told from one step alone.
@@ -160,11 +165,17 @@ def _median(seconds: list[float], trace: EndlessTrace) -> int:
 
 
 def _check(
-    plan: Plan, settings: TrainSettings, pipe: PipeDream, found: list[Found], losses: tuple[float, ...]
+    runnable: RunnablePlan,
+    options: RunOptions,
+    folders: Sequence[Path],
+    pipe: PipeDream,
+    found: list[Found],
+    losses: tuple[float, ...],
 ) -> CheckRecord:
     """Compare with the same stale updates in this process alone."""
-    built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
-    batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
+    plan = runnable.plan
+    built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+    batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
     held: dict[str, list[Holding]] = {}
     by_update: dict[int, list[tuple[Gradients, dict[str, Slice]]]] = {}
     for rank, updates in enumerate(found):
@@ -175,10 +186,10 @@ def _check(
             held.setdefault(name, []).append(Holding(lag=pipe.lag_of(rank), part=parts.get(name)))
     return compare_stale(
         built,
-        [batches(step) for step in range(settings.steps)],
-        sizes=microbatch_sizes(plan),
+        [batches(step) for step in range(options.steps)],
+        sizes=runnable.sizes,
         held=held,
-        optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=settings.learning_rate),
+        optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=options.learning_rate),
         found=by_update,
         losses=losses,
         device=pipe.device,

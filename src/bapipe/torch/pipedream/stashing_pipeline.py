@@ -38,6 +38,7 @@ from bapipe.torch.pipedream.weight_versions import WeightStash
 from bapipe.torch.runtime.gradient_sync import Reducer, TiedWeights
 from bapipe.torch.runtime.pipeline import Build, Pipeline
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
+from bapipe.torch.runtime.plan_checks import RunnablePlan
 from bapipe.torch.stage.loss import LossFunction, LossOfEach, loss_of_step
 from bapipe.torch.stage.runner import StageRunner
 
@@ -81,7 +82,7 @@ class PipeDream(Pipeline):
     def __init__(
         self,
         build_model: Build | Captured,
-        plan: Plan | str | Path,
+        plan: Plan | RunnablePlan | str | Path,
         loss_fn: LossFunction | None = None,
         *,
         vertical_sync: bool = False,
@@ -105,7 +106,7 @@ class PipeDream(Pipeline):
     @property
     def _caps(self) -> tuple[int, ...]:
         caps = self._schedule.caps
-        assert caps is not None, "runnable_schedule has seen to it"
+        assert caps is not None, "check_plan has seen to it"
         return caps
 
     def lag_of(self, stage: int) -> int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
-from bapipe.records.plan import Plan, read_plan
+from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Action
 from bapipe.torch.capturing import Captured
 from bapipe.torch.capturing.stage_module import Slice
@@ -44,7 +44,7 @@ from bapipe.torch.runtime.executor import Executor, RankTrace
 from bapipe.torch.runtime.gradient_sync import Reducer, TiedWeights, make_sums
 from bapipe.torch.runtime.microbatches import split_inputs, split_targets
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
-from bapipe.torch.runtime.plan_checks import microbatch_sizes, runnable_schedule
+from bapipe.torch.runtime.plan_checks import RunnablePlan, as_runnable
 from bapipe.torch.runtime.process_group import device_of, join
 from bapipe.torch.stage.loss import LossFunction, LossSum, LossTotals
 from bapipe.torch.stage.loss_weighing import Weighing
@@ -66,7 +66,7 @@ class Pipeline:
     def __init__(
         self,
         build_model: Build | Captured,
-        plan: Plan | str | Path,
+        plan: Plan | RunnablePlan | str | Path,
         loss_fn: LossFunction | None = None,
         *,
         checkpoint: str | Path | Mapping[str, Tensor] | None = None,
@@ -87,9 +87,8 @@ class Pipeline:
         The rest is in `options`, whose fields may also be given here by name: `Pipeline(…, device="cuda:1")`.
         """
         told = replace(options or PipelineOptions(), **changes)
-        self.plan = plan if isinstance(plan, Plan) else read_plan(plan)
-        self._schedule = runnable_schedule(self.plan, flushes=self._flushes)
-        self._sizes = microbatch_sizes(self.plan)
+        runnable = as_runnable(plan, flushes=self._flushes)
+        self.plan, self._schedule, self._sizes = runnable.plan, runnable.schedule, runnable.sizes
         self.rank = join(self.plan, told.timeout)
         self.device = device_of(self.plan, told.device)
         keep_in_pages(self.device)

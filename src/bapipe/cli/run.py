@@ -52,6 +52,12 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Instead of what the plan has."),
         click.option(
+            "--trace/--no-trace",
+            default=usual.trace,
+            show_default=True,
+            help="Record when every action starts and ends.",
+        ),
+        click.option(
             "--vertical-sync",
             is_flag=True,
             help="Of a pipedream plan: all stages use stage 0's version of the weights.",

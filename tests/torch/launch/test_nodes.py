@@ -94,6 +94,27 @@ def test_on_a_terminal_a_line_is_rewritten_and_twenty_stay(plan: Plan) -> None:
     assert shown.endswith("predicted\nwrote run.json\n")
 
 
+def test_what_goes_on_before_the_first_step_is_shown_on_a_terminal_only(plan: Plan) -> None:
+    for stream, shown in (
+        (Terminal(), "\r\x1b[2Kcapturing the model …\nwrote run.json\n"),
+        (io.StringIO(), "wrote run.json\n"),
+    ):
+        display = Display(plan, 1, stream=stream)
+        display.progress("capturing the model")
+        display.say("wrote run.json")
+        assert stream.getvalue() == shown
+
+
+def test_a_step_that_is_not_traced_has_no_bubble(plan: Plan) -> None:
+    stream = io.StringIO()
+    Display(plan, 1, stream=stream).step(StepRecord(step=0, loss=2.5, seconds=1.0), None)
+    assert " samples/s  " in stream.getvalue()
+    assert "bubble" not in stream.getvalue()
+    stream = io.StringIO()
+    Display(plan, 1, stream=stream, as_json=True).step(StepRecord(step=0, loss=2.5, seconds=1.0), None)
+    assert json.loads(stream.getvalue())["bubble"] is None
+
+
 def test_json_has_an_object_per_line_and_no_nan(plan: Plan) -> None:
     stream = io.StringIO()
     display = Display(plan, 1, as_json=True, stream=stream)

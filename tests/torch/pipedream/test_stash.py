@@ -17,7 +17,7 @@ from bapipe.schedule.actions import Action, Lane
 from bapipe.schedule.generators import capped, pipedream, with_update
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.torch.inputs.build_model import BuiltModel
-from bapipe.torch.pipedream.weight_versions import WeightStash
+from bapipe.torch.pipedream.weight_versions import WeightVersions
 from bapipe.torch.runtime.plan_checks import as_runnable, check_plan
 from bapipe.torch.stage.loss import LossOfEach
 from bapipe.torch.verify.stale_check import Holding, train_stale
@@ -91,7 +91,7 @@ def _order(lag: int, count: int) -> list[tuple[str, int]]:
 def test_a_backward_sees_what_its_forward_saw(lag: int, count: int) -> None:
     weight = nn.Parameter(torch.tensor([2.0, 3.0], dtype=torch.float64))
     frozen = nn.Parameter(torch.tensor([7.0]), requires_grad=False)
-    stash = WeightStash({"weight": weight, "frozen": frozen}, lag)
+    stash = WeightVersions({"weight": weight, "frozen": frozen}, lag)
     stash.begin(count)
     history = [weight.detach().clone()]
     losses: dict[int, Tensor] = {}
@@ -161,7 +161,7 @@ def test_weights_in_one_piece_stay_in_one_in_every_version() -> None:
         "other": nn.Parameter(piece[2:].view(2, 2)),
         "inside": nn.Parameter(large[50:52]),
     }
-    stash = WeightStash(parameters, lag=2)
+    stash = WeightVersions(parameters, lag=2)
     stash.begin(4)
 
     def addresses() -> list[int]:

@@ -12,7 +12,8 @@ checkpoints.close()
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints", "Loaded", "Stateful"]
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+_warn = functools.partial(_logger.warning, "%s")
 
 
 class Checkpoints:
@@ -90,7 +93,7 @@ class Checkpoints:
     ) -> None:
         """`keep` is how many complete checkpoints stay; with `asynchronous` files are written while training goes
         on, from a copy in host memory. Where a checkpoint could not be written `say` is called on rank 0, with one
-        line; by default it goes to standard error. BaPipeError, on all ranks, where `folder` cannot be written.
+        line; by default it is logged as a warning. BaPipeError, on all ranks, where `folder` cannot be written.
         """
         if keep < 1:
             raise BaPipeError(f"at least 1 checkpoint must be kept, got {keep}; raise keep")
@@ -100,7 +103,7 @@ class Checkpoints:
         self._pipe = pipe
         self._optimizer, self._scheduler, self._scaler = optimizer, scheduler, scaler
         self._keep, self._asynchronous = keep, asynchronous
-        self._say = say or _to_standard_error
+        self._say = say or _warn
         self._writing: threading.Thread | None = None
         self._outcome: str | BaseException | None = None
         """of the write that the thread has finished: None, why it failed, or what it raised"""
@@ -397,8 +400,3 @@ def _copied(piece: Piece) -> Piece:
 def _summary(plan: Plan) -> str:
     counts = "-".join(str(len(stage.accelerators)) for stage in plan.stages)
     return f"{plan.kind}, {plan.schedule.name}, {len(plan.stages)} stages on {counts} accelerators"
-
-
-def _to_standard_error(text: str) -> None:
-    sys.stderr.write(f"bapipe: {text}\n")
-    sys.stderr.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import tempfile
@@ -20,6 +21,7 @@ __all__ = [
     "hide_told_errors",
     "is_file_of",
     "leave",
+    "log_failure",
     "own_file",
     "print_failure",
 ]
@@ -30,6 +32,7 @@ FAILED: list[Failure] = []
 """why this process is to end; once it is not empty the process ends with its code"""
 _files: list[Path] = []
 _hidden = False
+_logger = logging.getLogger(__name__)
 
 
 def print_failure(failure: Failure, rank: int) -> None:
@@ -37,6 +40,12 @@ def print_failure(failure: Failure, rank: int) -> None:
     table = f"{failure.table}\n" if failure.table and failure.by == rank else ""
     sys.stderr.write(f"bapipe: {failure.line}\n{table}")
     sys.stderr.flush()
+
+
+def log_failure(failure: Failure, rank: int) -> None:
+    """As `print_failure`, in the log of whoever uses the library."""
+    table = f"\n{failure.table}" if failure.table and failure.by == rank else ""
+    _logger.error("%s%s", failure.line, table)
 
 
 def own_file(process: str) -> Path:

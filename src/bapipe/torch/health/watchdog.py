@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -39,8 +39,8 @@ from bapipe.torch.health.process_exit import (
     hide_told_errors,
     is_file_of,
     leave,
+    log_failure,
     own_file,
-    print_failure,
 )
 from bapipe.torch.health.processes import end_process, has_ended, on_termination, own_machine, own_process
 from bapipe.torch.health.rank_status import (
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch"]
 
+_logger = logging.getLogger(__name__)
 _LOOK = 0.2
 """seconds between two looks at the store; every second one tells it what this rank is at"""
 _BETTER_WORD = 1.0
@@ -80,7 +81,7 @@ class Watch:
         *,
         timeout: float,
         progress: Progress | None = None,
-        report: Callable[[Failure, int], None] = print_failure,
+        report: Callable[[Failure, int], None] = log_failure,
         signals: Sequence[int] = (signal.SIGTERM,),
     ) -> None:
         """`stages` are those of every rank. `report` is called where another rank's failure ends this one.
@@ -397,8 +398,7 @@ class Watch:
 
     def _abandoned(self) -> None:
         """torchrun has ended without its ranks, and with it the store."""
-        with contextlib.suppress(OSError, ValueError):
-            print(f"bapipe: rank {self.rank} ends, because torchrun, which started it, has ended", file=sys.stderr)
+        _logger.error("rank %d ends, because torchrun, which started it, has ended", self.rank)
         leave(1)
 
     def _decoded(self, said: str) -> Failure:

@@ -40,6 +40,8 @@ class RunOptions:
     """how tensors get from rank to rank"""
     device: str | None = None
     """cpu or cuda; None: what the plan has for each rank"""
+    trace: bool = True
+    """whether start and end of every action are recorded, for run.json's timeline and a step's bubble"""
     vertical_sync: bool = False
     """of a PipeDream plan: whether all stages use the version of the weights that stage 0 has"""
     as_json: bool = False

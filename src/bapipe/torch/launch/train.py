@@ -39,10 +39,12 @@ from bapipe.torch.verify.gradient_check import Gradients, compare_gradients, gra
 if TYPE_CHECKING:
     from bapipe.torch.checkpoint.checkpoints import Checkpoints, Loaded
 
-__all__ = ["Training", "peak_memory", "pipeline_options", "train"]
+__all__ = ["OnStep", "Training", "peak_memory", "pipeline_options", "rank_report", "train"]
 
 _KEPT_STEPS = 9
 """of the last so many steps the one of median time is recorded"""
+OnStep = Callable[[StepRecord, float | None], None]
+"""called with a step and its bubble, None where that is not known"""
 
 
 class Training:
@@ -126,21 +128,22 @@ class Training:
             self.pipe.close()
         return None
 
-    def step(self, batch: tuple[Any, Any]) -> tuple[float, RankTrace]:
-        """One mini-batch and its update; gradients stay until the next."""
+    def step(self, batch: tuple[Any, Any]) -> tuple[float, RankTrace | None]:
+        """One global batch and its optimizer step; gradients stay until the next. No trace where it is off."""
         pipe = self.pipe
         for parameter in pipe.parameters():
             parameter.grad = None
         loss = pipe.step(*batch)
-        assert pipe.trace is not None
         if self._optimizer is None:
             return loss, pipe.trace
         clock = pipe.clock
         start = clock.mark()
         self._optimizer.step()
+        if pipe.trace is None:
+            return loss, None
         start, end = clock.times([start, clock.mark()])
         labels = [f"{stage}U" for stage in pipe.stages]
-        # The optimizer updates all stages of the rank at once; each gets an equal part of that time.
+        # One optimizer step is for all stages of the rank; each gets an equal part of that time.
         part = (end - start) / len(labels)
         updates = [(label, start + i * part, start + (i + 1) * part) for i, label in enumerate(labels)]
         return loss, replace(pipe.trace, events=(*pipe.trace.events, *updates))
@@ -152,17 +155,18 @@ def train(
     *,
     folders: Sequence[Path] = (),
     watch: Watch | None = None,
-    on_step: Callable[[StepRecord, float], None] | None = None,
+    on_step: OnStep | None = None,
     on_load: Callable[[Loaded], None] | None = None,
     on_unsaved: Callable[[str], None] | None = None,
 ) -> RunRecord | None:
     """Run the plan in the process group that is there; rank 0 returns the record, the others None.
 
-    `on_step` is called on rank 0 after every step, with its bubble: the share of all ranks' time without compute;
-    `on_load` on rank 0 before the first step of a run that goes on from a checkpoint. Where that checkpoint is of
-    the last step already, nothing is trained and there is no record. `on_unsaved` is called on every rank if the
-    last checkpoint could not be written, with the reason. Where checkpoints are saved, a signal that `watch` has
-    heard ends the run after the step that is under way: it is saved, and RunError says so, on rank 0 to be told.
+    `on_step` is called on rank 0 after every step, with its bubble: the share of all ranks' time without compute,
+    or None where nothing is traced; `on_load` on rank 0 before the first step of a run that goes on from a
+    checkpoint. Where that checkpoint is of the last step already, nothing is trained and there is no record.
+    `on_unsaved` is called on every rank if the last checkpoint could not be written, with the reason. Where
+    checkpoints are saved, a signal that `watch` has caught ends the run after the step that is under way: it is
+    saved, and RunError says so, which rank 0 is to report.
     `folders` are where to look for the model's code first.
     """
     training = Training(runnable, options, folders=folders, watch=watch)
@@ -184,12 +188,12 @@ def _train(
     options: RunOptions,
     training: Training,
     folders: Sequence[Path],
-    on_step: Callable[[StepRecord, float], None] | None,
+    on_step: OnStep | None,
 ) -> RunRecord | None:
     pipe, rank = training.pipe, dist.get_rank()
     meeting = pipe.watch.meeting
     offset = clock_offset(machine_name())
-    traces: deque[RankTrace] = deque(maxlen=_KEPT_STEPS)
+    traces: deque[RankTrace | None] = deque(maxlen=_KEPT_STEPS)
     steps: list[tuple[float, float]] = []
     kept: list[Gradients] = []
     live = dict.fromkeys(pipe.stages, 0)
@@ -210,12 +214,12 @@ def _train(
             busy = sum_over_ranks(_busy(trace))
         steps.append((loss, time.perf_counter() - start))
         traces.append(trace)
-        live = {stage: max(count, trace.peak_live[stage]) for stage, count in live.items()}
+        live = {stage: max(count, pipe.peak_in_flight[stage]) for stage, count in live.items()}
         if checking:
             kept.append(gradients(pipe.named_parameters()))
         if on_step is not None and rank == 0:
             seconds = steps[-1][1]
-            bubble = max(0.0, 1 - busy / (dist.get_world_size() * seconds))
+            bubble = None if trace is None else max(0.0, 1 - busy / (dist.get_world_size() * seconds))
             on_step(StepRecord(step=step, loss=loss, seconds=seconds), bubble)
         training.save(is_last=step == options.steps - 1)
     pipe.watch.stops_later = options.saving is not None and options.saving.asynchronous
@@ -224,18 +228,7 @@ def _train(
     first = len(steps) - len(traces)
     recorded = int(sum_over_ranks(_median(steps, first) if rank == 0 else 0.0))
     trace = traces[recorded - first]
-    reports = gathered(
-        RankReport(
-            rank=rank,
-            host=socket.gethostname(),
-            device=pipe.device.type,
-            events=tuple((action, start - offset, end - offset) for action, start, end in trace.events),
-            sent={action: (peer, at - offset) for action, (peer, at) in trace.sent.items()},
-            arrived={action: at - offset for action, at in trace.arrived.items()},
-            peak_live=live,
-            peak_memory=peak_memory(pipe.device),
-        )
-    )
+    reports = gathered(rank_report(pipe.device, None if trace is None else trace.shifted(-offset), live))
     parts = {name: part for name, _, part in pipe.held() if part is not None}
     found = gathered((kept, parts)) if checking else None
     if rank != 0:
@@ -258,8 +251,24 @@ def _train(
     )
 
 
-def _busy(trace: RankTrace) -> float:
-    """Seconds in which a rank computed; an all-reduce is no compute."""
+def rank_report(device: torch.device, trace: RankTrace | None, peak_live: dict[int, int]) -> RankReport:
+    """What this rank reports after a run; `trace` is of the recorded step, in rank 0's clock, if there is one."""
+    return RankReport(
+        rank=dist.get_rank(),
+        host=socket.gethostname(),
+        device=device.type,
+        events=() if trace is None else trace.events,
+        sent={} if trace is None else trace.sent,
+        arrived={} if trace is None else trace.arrived,
+        peak_live=peak_live,
+        peak_memory=peak_memory(device),
+    )
+
+
+def _busy(trace: RankTrace | None) -> float:
+    """Seconds in which a rank computed, 0 where that is not traced; an all-reduce is no compute."""
+    if trace is None:
+        return 0.0
     return sum(end - start for action, start, end in trace.events if not action.endswith("A"))
 
 
@@ -296,7 +305,12 @@ def _check(
 def pipeline_options(options: RunOptions, watch: Watch | None) -> PipelineOptions:
     """How a rank of a run trains. The model is seeded where it is built."""
     return PipelineOptions(
-        seed=None, transport=options.transport, device=options.device, timeout=options.timeout, watch=watch
+        seed=None,
+        transport=options.transport,
+        device=options.device,
+        timeout=options.timeout,
+        trace=options.trace,
+        watch=watch,
     )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +19,12 @@ from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.inputs.build_model import build_model, make_optimizer
 from bapipe.torch.inputs.training_data import Batches, batches_for
 from bapipe.torch.launch.run_options import RunOptions
-from bapipe.torch.launch.run_report import RankReport, make_record, median_step
-from bapipe.torch.launch.train import peak_memory, pipeline_options
-from bapipe.torch.pipedream.stashing_pipeline import EndlessTrace, PipeDream
+from bapipe.torch.launch.run_report import make_record, median_step
+from bapipe.torch.launch.train import OnStep, pipeline_options, rank_report
+from bapipe.torch.pipedream.async_pipeline import PipeDream
+from bapipe.torch.pipedream.async_run import EndlessTrace
 from bapipe.torch.profiler.environment import plain_fp32
+from bapipe.torch.runtime.executor import RankTrace
 from bapipe.torch.runtime.plan_checks import RunnablePlan
 from bapipe.torch.stage.loss import loss_of_step
 from bapipe.torch.verify.gradient_check import Gradients, gradients
@@ -43,7 +44,7 @@ def train_pipedream(
     *,
     folders: Sequence[Path] = (),
     watch: Watch | None = None,
-    on_step: Callable[[StepRecord, float], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> RunRecord | None:
     """Run the plan in the process group that is there; rank 0 returns the record, the others None.
 
@@ -71,7 +72,7 @@ def train_pipedream(
         if (update + 1) % count == 0:
             kept[update] = (gradients(pipe.named_parameters()), parts)
 
-    def tell(step: int, loss: float, seconds: float, bubble: float) -> None:
+    def report(step: int, loss: float, seconds: float, bubble: float | None) -> None:
         if on_step is not None:
             on_step(StepRecord(step=step, loss=loss, seconds=seconds), bubble)
 
@@ -81,7 +82,7 @@ def train_pipedream(
         optimizer,
         steps=options.steps,
         on_update=keep if options.check else None,
-        on_step=tell,
+        on_step=report,
     )
     with pipe.watch.guard():
         record = _record(runnable, options, folders, _Ran(pipe, trace, kept, offset))
@@ -117,18 +118,8 @@ def _record(runnable: RunnablePlan, options: RunOptions, folders: Sequence[Path]
     pipe.watch.progress.note("gathering what every rank recorded")
     seconds = [end - start for start, end in zip((trace.start, *trace.ends), trace.ends, strict=False)]
     recorded = int(sum_over_ranks(_median(seconds, trace) if rank == 0 else 0.0))
-    reports = gathered(
-        RankReport(
-            rank=rank,
-            host=socket.gethostname(),
-            device=pipe.device.type,
-            events=tuple((action, start - offset, end - offset) for action, start, end in trace.events[recorded]),
-            sent={},
-            arrived={},
-            peak_live={pipe.stage: trace.peak_live},
-            peak_memory=peak_memory(pipe.device),
-        )
-    )
+    own = _traced(trace, recorded, offset) if options.trace else None
+    reports = gathered(rank_report(pipe.device, own, {pipe.stage: trace.peak_live}))
     versions = gathered(trace.weight_versions)
     found = gathered(kept) if options.check else None
     if rank != 0:
@@ -155,10 +146,15 @@ def _record(runnable: RunnablePlan, options: RunOptions, folders: Sequence[Path]
     return replace(record, transfers=None, weight_versions=tuple(versions))
 
 
+def _traced(trace: EndlessTrace, step: int, offset: float) -> RankTrace:
+    """One step's actions; what was sent when cannot be said of one step alone."""
+    return RankTrace(events=trace.events[step], sent={}, arrived={}, peak_live={}).shifted(-offset)
+
+
 def _median(seconds: list[float], trace: EndlessTrace) -> int:
-    """The step of median time of those kept; the first, which fills the pipeline, and the last, which drains it,
-    only where there are no others."""
-    known = sorted(trace.events)
+    """The step of median time of those that are traced, or of all; the first, which fills the pipeline, and the
+    last, which drains it, only where there are no others."""
+    known = sorted(trace.events) or list(range(len(seconds)))
     inner = [step for step in known if 0 < step < len(seconds) - 1]
     usable = inner or [step for step in known if step > 0] or known
     return median_step([StepRecord(step=step, loss=None, seconds=seconds[step]) for step in usable])

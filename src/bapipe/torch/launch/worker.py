@@ -36,6 +36,7 @@ from bapipe.torch.health.process_exit import print_failure
 from bapipe.torch.health.rank_status import Progress, progress_file
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.launch.display import Display
+from bapipe.torch.launch.log_lines import print_log
 from bapipe.torch.launch.run_options import RunOptions, parse_options
 from bapipe.torch.launch.train import train
 from bapipe.torch.launch.train_pipedream import train_pipedream
@@ -158,6 +159,8 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
         raise missing_gpus(need, torch.__version__, built=torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
     rank = join(plan, options.timeout)
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", len(plan.ranks)))))
+    display = _display(plan, options) if rank == 0 else None
+    print_log(None if display is None else display.progress)
     watch = Watch(
         runnable.stages_by_rank(),
         timeout=options.timeout,
@@ -165,7 +168,6 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
         report=lambda failure, by: _report(arguments, failure, by),
         signals=(signal.SIGTERM, signal.SIGHUP, signal.SIGINT),
     )
-    display = _display(plan, options) if rank == 0 else None
     on_step = None if display is None else display.step
     unsaved: list[str] = []
     if runnable.schedule.flushes:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from bapipe.torch.profiler.layer_memory import storage_of
 
-__all__ = ["WeightStash"]
+__all__ = ["WeightVersions"]
 
 
-class WeightStash:
+class WeightVersions:
     """The versions of one stage. Micro-batches come and go in order."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], lag: int) -> None:

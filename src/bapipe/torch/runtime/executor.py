@@ -9,7 +9,7 @@ No more is kept than the order asks for: features from F to B, a message until i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +39,16 @@ class RankTrace:
     arrived: dict[str, float]
     """action of another rank -> when its result was used at the earliest"""
     peak_live: dict[int, int]
-    """stage -> most micro-batches live at once"""
+    """stage -> most micro-batches in flight at once"""
+
+    def shifted(self, by: float) -> RankTrace:
+        """The same in a clock that shows so many seconds more."""
+        return replace(
+            self,
+            events=tuple((action, start + by, end + by) for action, start, end in self.events),
+            sent={action: (peer, at + by) for action, (peer, at) in self.sent.items()},
+            arrived={action: at + by for action, at in self.arrived.items()},
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -115,11 +124,11 @@ class Executor:
         inputs: Sequence[Sequence[Any]],
         targets: Sequence[Any],
         training: bool = True,
-    ) -> RankTrace:
-        """One mini-batch. When training, gradients of all of it are added to the parameters' `.grad`.
+    ) -> RankTrace | None:
+        """One global batch. When training, gradients of all of it are added to the parameters' `.grad`.
 
         `inputs` and `targets` are the micro-batches' leaves and targets, empty where this rank needs none. Nothing
-        of the mini-batch is kept. Raises ActionError.
+        of it is kept. Returns what was done when, unless the clock takes no times. Raises ActionError.
         """
         if training:
             program = self._training
@@ -145,7 +154,7 @@ class Executor:
             runner.end()
         assert self.idle, "something of this mini-batch was kept"
         self.current = None
-        return self._trace(marks)
+        return self._trace(marks) if self._clock.traces else None
 
     def failed(self, error: Exception) -> ActionError:
         """What to raise where the current action fails."""
@@ -154,7 +163,7 @@ class Executor:
         return ActionError(self.rank, action, error, described(error, stage, microbatch=action.microbatch))
 
     def _run(self, program: list[_Step], training: bool, marks: list[tuple[_Step, Any, Any]]) -> None:
-        begin, end = self._clock.begin_action, self._clock.end_action
+        begin, end, traces = self._clock.begin_action, self._clock.end_action, self._clock.traces
         forward, backward, input_gradient, weight_gradient = Kind.F, Kind.B, Kind.I, Kind.W
         on_action = self._on_action
         for step in program:
@@ -191,7 +200,9 @@ class Executor:
             else:
                 step.runner.again(microbatch)
                 made = ()
-            marks.append((step, start, end()))
+            ended = end()
+            if traces:
+                marks.append((step, start, ended))
             if step.target is not None:
                 self.waiting = step.target.wire
                 step.target.send(microbatch, made)

@@ -20,7 +20,9 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of a run, which `bapipe run` and `bapipe launch` share."""
     usual = RunOptions()
     options = [
-        click.option("--steps", type=int, default=usual.steps, show_default=True, help="Updates to train."),
+        click.option(
+            "--steps", type=int, default=usual.steps, show_default=True, help="Optimizer steps to train."
+        ),
         click.option("--check", is_flag=True, help="Compare every gradient with training in one process."),
         click.option(
             "--out",

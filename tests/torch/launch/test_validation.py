@@ -43,7 +43,7 @@ def test_the_launcher_checks_once_and_its_ranks_trust_it(
 
     def no_ranks(arguments: list[str], *_: object, **__: object) -> Ended:
         started.append(arguments)
-        return Ended(code=1, told=None, killed=False, output="")
+        return Ended(code=1, stopped_by=None, killed=False, output="")
 
     monkeypatch.setattr(launcher, "supervise", no_ranks)
     assert launcher.launch(EXAMPLE, RunOptions(), restarts=2) == 1

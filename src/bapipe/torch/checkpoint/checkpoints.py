@@ -119,7 +119,7 @@ class Checkpoints:
     def lock(self) -> None:
         """Keep other runs from writing into the folder until `close`; BaPipeError if one does.
 
-        All ranks call it. `load` and `save` do it too; called before the first step it tells so at once.
+        All ranks call it. `load` and `save` do it too; called before the first step it refuses at once.
         """
         with self._pipe.watch.guard():
             self._ranks.decided(self._take_lock)

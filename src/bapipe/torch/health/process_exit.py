@@ -1,4 +1,5 @@
-"""How a rank of a run that failed ends: its line told, its files gone, and no wait for what will never come."""
+"""How a rank of a run that failed ends: its line reported, its files gone, and no wait for what will never
+come."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ __all__ = [
     "FAILED",
     "PREFIX",
     "clear_files",
-    "hide_told_errors",
+    "hide_reported_errors",
     "is_file_of",
     "leave",
     "log_failure",
@@ -90,8 +91,8 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def hide_told_errors() -> None:
-    """An uncaught RunError that has been told needs no traceback; the hook that is there shows all others."""
+def hide_reported_errors() -> None:
+    """An uncaught RunError that has been reported needs no traceback; the hook that is there shows all others."""
     global _hidden
     if _hidden:
         return
@@ -99,7 +100,7 @@ def hide_told_errors() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (isinstance(error, RunError) and error.told):
+        if not (isinstance(error, RunError) and error.reported):
             before(kind, error, trace)
 
     sys.excepthook = hook

@@ -1,9 +1,9 @@
 """Every rank watches the others: one that fails ends all of them within seconds, and each says on one line why.
 
-Twice a second a rank tells the store that the ranks met by (torchrun's, or rank 0's) what it is at and whom it
-waits for, and looks whether any rank has failed. A rank that fails, or loses a neighbour, leaves word there first.
-A rank that is killed says nothing: who lost it names it, with the last that was heard of it, which on one machine
-is exact (`bapipe.torch.health.rank_status.Progress`).
+Twice a second a rank writes into the store that the ranks met by (torchrun's, or rank 0's) what it does and whom
+it waits for, and looks whether any rank has failed. A rank that fails, or loses a neighbour, leaves word there
+first. A rank that is killed says nothing: who lost it names it, with the last that was heard of it, which on one
+machine is exact (`bapipe.torch.health.rank_status.Progress`).
 
     rank 1 is killed     rank 0, rank 2   LinkError at once; the first one leaves word
                          rank 3           reads it within 0.2 s, even while it computes
@@ -33,7 +33,7 @@ from bapipe.torch.health.parent_death import watch_parent
 from bapipe.torch.health.process_exit import (
     FAILED,
     clear_files,
-    hide_told_errors,
+    hide_reported_errors,
     leave,
     log_failure,
     own_file,
@@ -58,7 +58,7 @@ __all__ = ["Watch"]
 
 _logger = logging.getLogger(__name__)
 _LOOK = 0.2
-"""seconds between two looks at the store; every second one tells it what this rank is at"""
+"""seconds between two looks at the store; at every second one it writes what this rank does"""
 _LATE = 1.0
 """seconds after the timeout in which a rank that waits should have found out by itself"""
 _LAST_WORDS = 3.0
@@ -66,7 +66,7 @@ _LAST_WORDS = 3.0
 
 
 class Watch:
-    """This rank's eye on the others; made on every rank once there is a process group."""
+    """Watches the other ranks; made on every rank once there is a process group."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Watch:
         self._notes = RankNotes(store, ranks=len(self._stages), status=self._status, own_file=self.progress.path)
         looking = None if store is None else RankStore.connect()
         if looking is not None:
-            hide_told_errors()
+            hide_reported_errors()
             self._thread = threading.Thread(target=self._look, args=(looking,), name="bapipe watch", daemon=True)
             self._thread.start()
         if looking is not None or len(signals) > 1:
@@ -122,7 +122,7 @@ class Watch:
         clear_files()
 
     def follow(self, executor: Executor) -> None:
-        """Whose waits to tell the others of."""
+        """Whose waits the others come to know of."""
         self._executor = weakref.ref(executor)
 
     @contextlib.contextmanager
@@ -144,7 +144,7 @@ class Watch:
             yield
         except (ActionError, LinkError) as error:
             failure = self._fail(error)
-            raise RunError(failure, told=failure.lost or failure.rank != self.rank) from error
+            raise RunError(failure, reported=failure.lost or failure.rank != self.rank) from error
         except RunError:
             raise
         except Exception as error:
@@ -163,7 +163,7 @@ class Watch:
         failure = self._notes.failure() or (
             self._give_up(cause.peer) if cause.late else self._notes.agree(self._lost(cause))
         )
-        self._tell(failure)
+        self._report_once(failure)
         if failure.lost and failure.by == self.rank:
             self._notes.remove_file_of(failure.rank)
         return failure
@@ -219,12 +219,12 @@ class Watch:
         at, stage, since = self.progress.current
         executor = None if self._executor is None else self._executor()
         waits, waits_rank = (f"all ranks ({self._meeting})", None) if self._meeting else ("", None)
-        wire = None if executor is None or self._meeting else executor.waiting
-        if executor is not None and wire is not None and executor.current is not None:
+        channel = None if executor is None or self._meeting else executor.waiting
+        if executor is not None and channel is not None and executor.current is not None:
             number = executor.current.microbatch
-            maker = f"{wire.boundary}F{number}" if wire.onward else f"{wire.boundary + 1}B{number}"
-            waits_rank = wire.from_rank if wire.to_rank == self.rank else wire.to_rank
-            waits = f"rank {waits_rank} ({maker if wire.to_rank == self.rank else f'to take {maker}'})"
+            maker = f"{channel.boundary}F{number}" if channel.onward else f"{channel.boundary + 1}B{number}"
+            waits_rank = channel.from_rank if channel.to_rank == self.rank else channel.to_rank
+            waits = f"rank {waits_rank} ({maker if channel.to_rank == self.rank else f'to take {maker}'})"
         key = (at, waits) if waits else None
         if key != self._waiting[0]:
             self._waiting = (key, time.time())
@@ -243,14 +243,14 @@ class Watch:
             progress="" if self.progress.path is None else str(self.progress.path),
         )
 
-    def _tell(self, failure: Failure) -> None:
+    def _report_once(self, failure: Failure) -> None:
         """Report the failure once, whichever thread comes first; the process is to end."""
         if self._reported.acquire(blocking=False):
             self._report(failure, self.rank)
             FAILED.append(failure)
 
     def _look(self, board: RankStore) -> None:
-        """The thread: tell, look, and end the process when another rank has failed."""
+        """The thread: write, look, and end the process when another rank has failed."""
         turn = 0
         while not self._stop.wait(_LOOK):
             if self._executor is not None and self._executor() is None:
@@ -262,7 +262,8 @@ class Watch:
                 turn += 1
                 said = board.read("failure")
             except RuntimeError:
-                # The store has gone with its host; ranks there are neighbours of ours or of those who will tell.
+                # The store has gone with its host; ranks there are neighbours of ours or of ranks that will
+                # report.
                 return
             known = None if said is None else self._notes.decoded(said)
             if known is None and self._overdue():
@@ -282,7 +283,7 @@ class Watch:
             return
         if FAILED or failure.by == self.rank:
             self._stop.wait(_LAST_WORDS)
-        self._tell(failure)
+        self._report_once(failure)
         leave(failure.code)
 
     def _terminated(self, number: int) -> None:
@@ -314,7 +315,7 @@ class Watch:
             self.stop_signal = number
             return
         # Nobody failed, or it was this rank, which had the time to say so: end as shells say it of this signal.
-        self._notes.write_last_words(self.rank, f"was told to stop by {signal.Signals(number).name}")
+        self._notes.write_last_words(self.rank, f"was stopped by {signal.Signals(number).name}")
         leave(128 + number)
 
     def _abandoned(self) -> None:

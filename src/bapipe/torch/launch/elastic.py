@@ -23,10 +23,10 @@ __all__ = ["describe_change", "launch_elastic", "plan_without", "without_acceler
 def launch_elastic(plan_path: str | Path, options: RunOptions, *, profile: str | Path) -> int:
     """As `launch`, but where a rank is killed or does not answer, its accelerator is given up and the run goes on.
 
-    The rest of the cluster is planned anew from the profile, for the same mini-batch; what changed is printed, the
-    new plan is left beside the checkpoints, and training resumes from the last complete one, or from the start if
-    there is none. A rank that fails of itself, by an exception in the model or an input that is refused, ends the
-    run as always. The options must have `saving`. Returns the exit code.
+    The rest of the cluster is planned anew from the profile, for the same global batch; what changed is printed,
+    the new plan is left beside the checkpoints, and training resumes from the last complete one, or from the
+    start if there is none. A rank that fails of itself, by an exception in the model or an input that is
+    refused, ends the run as always. The options must have `saving`. Returns the exit code.
     """
     runnable = check_run(plan_path, options)
     saving = options.saving
@@ -85,7 +85,7 @@ def without_accelerator(cluster: Cluster, name: str) -> Cluster:
 
 
 def plan_without(plan: Plan, profile: Profile, lost: str) -> Plan:
-    """The best plan that the runtime runs on the cluster without the lost accelerator, for the same mini-batch.
+    """The best plan that the runtime runs on the cluster without the lost accelerator, for the same global batch.
 
     Micro-batches keep their size where a plan with them fits, because dropout and batch-norm depend on it: so the
     training stays the same. The optimizer, the model and its arguments are the plan's.

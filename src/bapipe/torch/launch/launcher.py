@@ -154,20 +154,20 @@ def attempt(runnable: RunnablePlan, arguments: Sequence[str]) -> Failure | None:
             keeps=_is_torchruns,
         )
         failure = explain(folder, stages=stages, host=socket.gethostname(), summary=ended.output, code=ended.code)
-    if ended.told is not None:
+    if ended.stopped_by is not None:
         _stop(ended, "" if failure is None or failure.code <= 128 else failure.line)
     return failure
 
 
 def _stop(ended: Ended, said: str = "") -> None:
-    """End this process as it was told to; `said` is what the ranks had to say."""
-    assert ended.told is not None
+    """End this process as the signal asks; `said` is what the ranks had to say."""
+    assert ended.stopped_by is not None
     killed = f"; what had not ended after at most {grace():g} s was killed" if ended.killed else ""
-    line = said or f"stopped by {ended.told.name}{killed}"
+    line = said or f"stopped by {ended.stopped_by.name}{killed}"
     print(f"bapipe: {line}", file=sys.stderr)
-    if ended.told is signal.SIGINT:
+    if ended.stopped_by is signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + ended.told)
+    raise SystemExit(128 + ended.stopped_by)
 
 
 def print_line(failure: Failure) -> None:
@@ -182,7 +182,7 @@ def start_script(ranks: int, program: Sequence[str]) -> int:
     if not Path(program[0]).is_file():
         raise BaPipeError(f"there is no script {program[0]}; check the path")
     ended = supervise([*_torchrun(ranks), *program], _environment(ranks))
-    if ended.told is not None:
+    if ended.stopped_by is not None:
         _stop(ended)
     return ended.code if ended.code >= 0 else 128 - ended.code
 

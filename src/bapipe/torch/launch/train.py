@@ -1,4 +1,4 @@
-"""A whole run on one rank: build, keep its stages, train some mini-batches, and tell rank 0 how it went."""
+"""A whole run on one rank: build, keep its stages, train some global batches, and report to rank 0."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def train(
         trained = training.pipe.steps >= options.steps
         record = None if trained else _train(runnable, options, training, folders, on_step)
         if training.stopped:
-            raise RunError(training.stop(), told=dist.get_rank() != 0)
+            raise RunError(training.stop(), reported=dist.get_rank() != 0)
     unsaved = training.close()
     if unsaved is not None and on_unsaved is not None:
         on_unsaved(unsaved)

@@ -33,9 +33,9 @@ from bapipe.torch.verify.stale_check import Holding, compare_stale
 __all__ = ["train_pipedream"]
 
 Found = dict[int, tuple[Gradients, dict[str, Slice]]]
-"""update -> this rank's gradients, and of which it has a part only"""
+"""optimizer step -> this rank's gradients, and of which it has a part only"""
 _AHEAD = 4
-"""mini-batches that are made before a run begins"""
+"""global batches that are made before a run begins"""
 
 
 def train_pipedream(
@@ -48,9 +48,9 @@ def train_pipedream(
 ) -> RunRecord | None:
     """Run the plan in the process group that is there; rank 0 returns the record, the others None.
 
-    A step is one of the plan's mini-batches, M updates; its seconds are those from the last update of the one
-    before on rank 0 to its own: the first has the filling of the pipeline in it, the others are M steady periods.
-    `on_step` is called on rank 0 after every step, with its bubble.
+    A step is one of the plan's global batches, M optimizer steps; its seconds are those from the last one of the
+    one before on rank 0 to its own: the first has the filling of the pipeline in it, the others are M steady
+    periods. `on_step` is called on rank 0 after every step, with its bubble.
     """
     plan = runnable.plan
     plain_fp32(plan.dtype)
@@ -91,7 +91,7 @@ def train_pipedream(
 
 
 def _made_ahead(batches: Batches, steps: int) -> Iterator[tuple[Any, Any]]:
-    """The mini-batches, the first few made now: there is no pause in which to make them without waiting."""
+    """The global batches, the first few made now: there is no pause in which to make them without waiting."""
     ready = deque(batches(step) for step in range(min(steps, _AHEAD)))
 
     def in_turn() -> Iterator[tuple[Any, Any]]:
@@ -142,7 +142,7 @@ def _record(runnable: RunnablePlan, options: RunOptions, folders: Sequence[Path]
         check=None if found is None else _check(runnable, options, folders, pipe, found, trace.losses),
     )
     # What a rank did between two actions of a step was often an action of another step, which is not here: who
-    # waited for which transfer cannot be told from one step alone.
+    # waited for which transfer cannot be known from one step alone.
     return replace(record, transfers=None, weight_versions=tuple(versions))
 
 
@@ -168,7 +168,7 @@ def _check(
     found: list[Found],
     losses: tuple[float, ...],
 ) -> CheckRecord:
-    """Compare with the same stale updates in this process alone."""
+    """Compare with the same stale gradients in this process alone."""
     plan = runnable.plan
     built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
     batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)

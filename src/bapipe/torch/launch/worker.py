@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # before torch, which takes seconds to import
-    from bapipe.torch.health.parent_death import end_with_parent, told_parent
+    from bapipe.torch.health.parent_death import end_with_parent, noted_parent
 
-    end_with_parent(told_parent(sys.argv))
+    end_with_parent(noted_parent(sys.argv))
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_worker(arguments, progress)
     except RunError as error:
-        if not error.told:
+        if not error.reported:
             _report(arguments, error.failure, rank)
         return error.failure.code
     except Exception as error:

@@ -1,6 +1,6 @@
 """`PipeDream`: asynchronous 1F1B with weight versions (SOSP 2019), to compare synchronous schedules with.
 
-Every micro-batch of the plan is a mini-batch of PipeDream's, with an optimizer step of its own; the pipeline
+Every micro-batch of the plan is a global batch of PipeDream's, with an optimizer step of its own; the pipeline
 drains only at the end. Stage i (from 0) of N holds N − i micro-batches and as many versions of its weights: a
 backward uses those that its forward used, and its optimizer step (U) goes into the newest.
 

@@ -171,7 +171,7 @@ class AsyncRun:
         runner.end()
         # The stage before waits for it, and for nothing of the optimizer step.
         self._send(channels.gradients_out, number, made)
-        versions.update(number, self._optimizer_step)
+        versions.step(number, self._optimizer_step)
         if self._hooks.on_update is not None:
             self._hooks.on_update(number)
         self._mark(number, Kind.B, start)
@@ -213,7 +213,7 @@ class AsyncRun:
         if inbox is None:
             return ()
         executor = self._engine.executor
-        executor.waiting = inbox.wire
+        executor.waiting = inbox.channel
         values = inbox.take(number)
         executor.waiting = None
         return values
@@ -221,7 +221,7 @@ class AsyncRun:
     def _send(self, outbox: Outbox | None, number: int, values: tuple[Tensor, ...]) -> None:
         if outbox is not None:
             executor = self._engine.executor
-            executor.waiting = outbox.wire
+            executor.waiting = outbox.channel
             outbox.send(number, values)
             executor.waiting = None
 

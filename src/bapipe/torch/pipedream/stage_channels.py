@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from bapipe.schedule.actions import Schedule
-from bapipe.torch.comm import Inbox, Message, Outbox, Transport, Wire
+from bapipe.torch.comm import Inbox, Message, Outbox, P2PChannel, Transport
 from bapipe.torch.runtime.build_stages import OwnStages
 
 __all__ = ["StageChannels"]
@@ -48,26 +48,26 @@ class StageChannels:
         messages = [self._own.message(boundary, size, onward) for size in self._sizes]
         return messages if any(messages) else []
 
-    def _wire(self, boundary: int, onward: bool) -> Wire:
+    def _channel(self, boundary: int, onward: bool) -> P2PChannel:
         before, after = (ranks[0] for ranks in self._schedule.placement[boundary : boundary + 2])
         ends = (before, after) if onward else (after, before)
-        return Wire(boundary=boundary, onward=onward, from_rank=ends[0], to_rank=ends[1])
+        return P2PChannel(boundary=boundary, onward=onward, from_rank=ends[0], to_rank=ends[1])
 
     def _inbox(self, boundary: int, *, onward: bool) -> Inbox | None:
         if not self._crossing(boundary, onward):
             return None
-        return Inbox(self._transport, self._wire(boundary, onward))
+        return Inbox(self._transport, self._channel(boundary, onward))
 
     def _outbox(self, boundary: int, *, onward: bool) -> Outbox | None:
         if not self._crossing(boundary, onward):
             return None
-        return Outbox(self._transport, self._wire(boundary, onward))
+        return Outbox(self._transport, self._channel(boundary, onward))
 
     def begin(self, total: int) -> None:
         """So many micro-batches come, in order."""
         for inbox in (self.activations_in, self.gradients_in):
             if inbox is not None:
-                by_place = self._crossing(inbox.wire.boundary, inbox.wire.onward)
+                by_place = self._crossing(inbox.channel.boundary, inbox.channel.onward)
                 inbox.begin(range(total), _Messages(by_place, total))
         if self.activations_out is not None:
             self.activations_out.begin(answered=self.gradients_in is not None)

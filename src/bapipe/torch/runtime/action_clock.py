@@ -15,7 +15,7 @@ QUEUED = 2
 """actions that the host may have queued on a GPU that has not done them yet: the GPU is then never without work
 
 With more, a copy that carries a result to the next rank waits behind them where streams share a hardware queue.
-On slices of one GPU that held up the first messages of a mini-batch by several forwards.
+On slices of one GPU that held up the first messages of a global batch by several forwards.
 """
 
 

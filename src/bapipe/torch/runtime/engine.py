@@ -137,7 +137,7 @@ class Engine:
                 evaluation=self.own.evaluation[index],
                 device=self.device,
                 recompute=self.plan.stages[index].recompute,
-                parted=index in split,
+                split=index in split,
                 loss=self.loss if index == last else None,
                 output=self.own.output if index == last else None,
             )

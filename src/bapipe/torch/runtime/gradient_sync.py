@@ -22,7 +22,7 @@ class Reducer:
     """Sums a stage's gradients over its replicas, in buckets and while the last backward still runs.
 
     Buckets are filled from the last parameter to the first, as a backward reaches them, and go out in that order
-    on every replica. The losses are weighted by their share of the mini-batch, so the sum needs no division.
+    on every replica. The losses are weighted by their share of the global batch, so the sum needs no division.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -145,7 +145,8 @@ class _Sum:
 
 
 class TiedWeights:
-    """Sums the gradients of weights that several stages hold, so that all their copies make the same update.
+    """Sums the gradients of weights that several stages hold, so that all their copies take the same optimizer
+    step.
 
     Each rank begins when its own are complete, while others still run; one sum is for all weights that the same
     ranks hold.

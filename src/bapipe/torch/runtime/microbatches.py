@@ -1,4 +1,4 @@
-"""A mini-batch cut into micro-batches, as the plan says."""
+"""A global batch cut into micro-batches, as the plan says."""
 
 from __future__ import annotations
 

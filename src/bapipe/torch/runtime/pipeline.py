@@ -129,7 +129,7 @@ class Pipeline(RankModel):
     @property
     def peak_in_flight(self) -> dict[int, int]:
         """Stage of this rank -> most micro-batches in flight at once in the last global batch."""
-        return {stage: runner.peak_live for stage, runner in self.engine.runners.items()}
+        return {stage: runner.peak_in_flight for stage, runner in self.engine.runners.items()}
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
         """A GradScaler for fp16 with one scale for all ranks: an infinite gradient on one skips all optimizer

@@ -113,7 +113,7 @@ def test_a_backward_sees_what_its_forward_saw(lag: int, count: int) -> None:
                 with torch.no_grad():
                     weight.sub_(0.01 * weight.grad)
 
-            stash.update(number, apply)
+            stash.step(number, apply)
             history.append(weight.detach().clone())
     assert len(history) == count + 1
     assert stash.peak == min(lag + 1, count)
@@ -171,7 +171,7 @@ def test_weights_in_one_piece_stay_in_one_in_every_version() -> None:
     for microbatch in range(3):
         for tensor in stash.weights(microbatch).values():
             tensor.grad = torch.ones_like(tensor)
-        stash.update(microbatch, lambda: [item.data.sub_(item.grad) for item in parameters.values()] and None)
+        stash.step(microbatch, lambda: [item.data.sub_(item.grad) for item in parameters.values()] and None)
         seen.append(addresses())
         sizes.append(parameters["inside"].untyped_storage().nbytes())
     assert all(one == other for one, other, _ in seen)

@@ -10,7 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bapipe.records.run_record import CheckRecord, RunRecord, StepRecord
+from bapipe.torch.capturing import Captured
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.checkpoint.checkpoint_folder import latest
 from bapipe.torch.checkpoint.checkpoint_manifest import CheckpointError
@@ -25,7 +26,7 @@ from bapipe.torch.comm import LinkError
 from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, max_over_ranks, sum_over_ranks
 from bapipe.torch.health.failure import Failure, RunError
 from bapipe.torch.health.watchdog import Watch
-from bapipe.torch.inputs.build_model import build_model
+from bapipe.torch.inputs.build_model import BuiltModel, build_model
 from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.inputs.training_data import batches_for
 from bapipe.torch.launch.run_options import RunOptions
@@ -40,12 +41,20 @@ from bapipe.torch.verify.gradient_check import Gradients, compare_gradients, gra
 if TYPE_CHECKING:
     from bapipe.torch.checkpoint.checkpoints import Checkpoints, Loaded
 
-__all__ = ["OnStep", "Training", "peak_memory", "pipeline_options", "rank_report", "train"]
+__all__ = ["OnStep", "PreparedModel", "Training", "peak_memory", "pipeline_options", "rank_report", "train"]
 
 _KEPT_STEPS = 9
 """of the last so many steps the one of median time is recorded"""
 OnStep = Callable[[StepRecord, float | None], None]
 """called with a step and its bubble, None where that is not known"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedModel:
+    """A model that is built and captured already."""
+
+    built: BuiltModel
+    captured: Captured
 
 
 class Training:
@@ -58,12 +67,16 @@ class Training:
         *,
         folders: Sequence[Path] = (),
         watch: Watch | None = None,
+        prepared: PreparedModel | None = None,
     ) -> None:
         plan = runnable.plan
         plain_fp32(plan.dtype)
-        built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+        if prepared is None:
+            built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+        else:
+            built = prepared.built
         self.pipe = Pipeline(
-            lambda: (built.module, built.args, built.kwargs),
+            (lambda: (built.module, built.args, built.kwargs)) if prepared is None else prepared.captured,
             runnable,
             built.loss,
             options=pipeline_options(options, watch),
@@ -156,6 +169,7 @@ def train(
     *,
     folders: Sequence[Path] = (),
     watch: Watch | None = None,
+    prepared: PreparedModel | None = None,
     on_step: OnStep | None = None,
     on_load: Callable[[Loaded], None] | None = None,
     on_unsaved: Callable[[str], None] | None = None,
@@ -168,9 +182,9 @@ def train(
     `on_unsaved` is called on every rank if the last checkpoint could not be written, with the reason. Where
     checkpoints are saved, a signal that `watch` has caught ends the run after the step that is under way: it is
     saved, and RunError says so, which rank 0 is to report.
-    `folders` are where to look for the model's code first.
+    `folders` are where to look for the model's code first; a `prepared` model is trained itself.
     """
-    training = Training(runnable, options, folders=folders, watch=watch)
+    training = Training(runnable, options, folders=folders, watch=watch, prepared=prepared)
     if training.loaded is not None and on_load is not None and dist.get_rank() == 0:
         on_load(training.loaded)
     with training.pipe.watch.guard():

@@ -46,7 +46,7 @@ from bapipe.torch.runtime.plan_checks import (
     describe_need,
     missing_gpus,
     ranks_on_gpus,
-    threads_per_rank,
+    threads_of,
     trusted_plan,
 )
 from bapipe.torch.runtime.process_group import join
@@ -158,7 +158,7 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
         need = describe_need(plan, options.device)
         raise missing_gpus(need, torch.__version__, built=torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
     rank = join(plan, options.timeout)
-    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", len(plan.ranks)))))
+    torch.set_num_threads(threads_of(plan))
     display = _display(plan, options) if rank == 0 else None
     print_log(None if display is None else display.progress)
     watch = Watch(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapipe.errors import BaPipeError
+from bapipe.hardware.cpu_types import cpu_threads
 from bapipe.records.plan import Plan, read_plan
 from bapipe.schedule.actions import Kind, Lane, Schedule
 from bapipe.schedule.generators import capped
@@ -25,6 +26,7 @@ __all__ = [
     "microbatch_sizes",
     "missing_gpus",
     "ranks_on_gpus",
+    "threads_of",
     "threads_per_rank",
     "trusted_plan",
 ]
@@ -193,6 +195,15 @@ def missing_gpus(need: str, version: str, *, built: bool) -> BaPipeError:
     """That torch has no GPU to offer; `built` says whether it could use one."""
     found = "sees none" if built else "is built without CUDA"
     return BaPipeError(f"{need}, but torch {version} here {found}; give --device cpu, or run it where GPUs are")
+
+
+def threads_of(plan: Plan) -> int:
+    """Threads of a rank: as many as its CPU type was profiled with, else an equal part of this machine's cores."""
+    kinds = {item.type for item in plan.cluster.accelerators if item.name in plan.ranks}
+    told = {cpu_threads(name) for name in kinds}
+    if len(told) == 1 and (threads := told.pop()) is not None:
+        return threads
+    return threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", len(plan.ranks))))
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -104,9 +104,8 @@ def test_the_command_says_all_of_it(question: Question) -> None:
     said = context.params
     for name in ("model", "cluster", "minibatch", "microbatch", "schedule", "cap", "stages", "strategy", "space"):
         assert said[name] == getattr(question, name)
-    for name in ("optimizer", "memory_limit", "link_bandwidth", "split_layers"):
+    for name in ("optimizer", "dtype", "memory_limit", "link_bandwidth", "split_layers"):
         assert said[name] == getattr(question, name)
-    assert said["dtype"] == (question.dtype or "fp32")
 
 
 VALUES = st.recursive(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bapipe.costs.profile import Profile
-from bapipe.costs.resolve_model import DEFAULT_DTYPE
 from bapipe.errors import BaPipeError
 from bapipe.fpga import explore_fpga, make_fpga_plan
 from bapipe.hardware.cluster import Cluster
@@ -97,9 +96,7 @@ def _cluster(question: Question) -> Cluster:
 
 
 def _profile(question: Question, cluster: Cluster) -> Profile:
-    computed = not question.model.lower().endswith((".json", ".txt"))
-    dtype = question.dtype or (DEFAULT_DTYPE if computed else None)
-    return profile_for(question.model, cluster, microbatch=question.microbatch, dtype=dtype)
+    return profile_for(question.model, cluster, microbatch=question.microbatch, dtype=question.dtype)
 
 
 def answer_parts(question: Question, *, draft: bool = False) -> dict[str, str]:
@@ -112,8 +109,7 @@ def answer_parts(question: Question, *, draft: bool = False) -> dict[str, str]:
         return {"answer": "null"}
     plan = found.plan
     subject = make_subject(plan, profile=found.profile, steps=found.steps)
-    measured = question.model.lower().endswith((".json", ".txt")) and plan.dtype != DEFAULT_DTYPE
-    command = command_line(question, dtype=plan.dtype if measured else None)
+    command = command_line(question)
     parts = {"answer": json.dumps(_answer(question, subject, command, draft=draft), allow_nan=False)}
     if not draft:
         parts["plan.json"] = dump_json(plan)

@@ -171,12 +171,8 @@ def query_values(question: Question) -> dict[str, str]:
     return values
 
 
-def command_line(question: Question, *, dtype: str | None = None) -> str:
-    """The command that makes the same plan.json, to be run in the served folder.
-
-    `dtype` is the profile's own, which must be said where it is not `bapipe plan`'s default.
-    """
-    said = question.dtype or dtype
+def command_line(question: Question) -> str:
+    """The command that makes the same plan.json, to be run in the served folder."""
     options = {
         "--cluster": question.cluster,
         "--global-batch": question.minibatch,
@@ -187,7 +183,7 @@ def command_line(question: Question, *, dtype: str | None = None) -> str:
         "--strategy": None if question.strategy == "exact" else question.strategy,
         "--space": None if question.space == "full" else question.space,
         "--optimizer": None if question.optimizer == "sgd" else question.optimizer,
-        "--dtype": said,
+        "--dtype": question.dtype,
         "--memory-limit": question.memory_limit,
         "--link-bandwidth": question.link_bandwidth,
     }

@@ -18,10 +18,13 @@ from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Kind
 from bapipe.simulator.timeline import Timeline
 
-__all__ = ["FEWEST_TRANSFERS", "LinkEstimate", "correct_links", "estimate_links"]
+__all__ = ["FEWEST_TRANSFERS", "LinkEstimate", "correct_links", "estimate_links", "fit_links"]
 
 FEWEST_TRANSFERS = 3
 """of fewer, one odd transfer would be the median: nothing is corrected by them"""
+
+_APART = 1.5
+"""how many times as large the larger messages must be as the smaller to tell bandwidth from latency"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +131,31 @@ def correct_links(cluster: Cluster, estimates: Sequence[LinkEstimate]) -> Cluste
         between=links.get("between", cluster.between),
         pairs={key: links.get(key, link) for key, link in cluster.pairs.items()},
     )
+
+
+def fit_links(cluster: Cluster, estimates: Sequence[LinkEstimate]) -> Cluster:
+    """The cluster with the links that runs of several message sizes saw; what is not known stays as it was.
+
+    Through the smallest and the largest messages goes time = latency + bytes / bandwidth. Where all are about as
+    large, both are scaled by the ratio of the largest.
+    """
+    by_link: dict[str, list[LinkEstimate]] = {}
+    for estimate in estimates:
+        if estimate.corrected is not None:
+            by_link.setdefault(estimate.link, []).append(estimate)
+    fitted = []
+    for found in by_link.values():
+        found.sort(key=lambda item: item.bytes)
+        fitted.append(replace(found[-1], corrected=_through(found[0], found[-1])))
+    return correct_links(cluster, fitted) if fitted else cluster
+
+
+def _through(small: LinkEstimate, large: LinkEstimate) -> Link:
+    assert large.corrected is not None
+    if large.bytes < _APART * small.bytes or large.measured <= small.measured:
+        return large.corrected
+    slope = (large.measured - small.measured) / (large.bytes - small.bytes)
+    latency = small.measured - slope * small.bytes
+    if latency < 0:
+        return replace(large.corrected, bandwidth=large.bytes / large.measured, latency=0.0)
+    return replace(large.corrected, bandwidth=1 / slope, latency=latency)

@@ -1,0 +1,125 @@
+"""Costs and links as a machine has them when it trains, from short runs of a few plans.
+
+A profile times one layer at a time, and a link file says what idle links do. When all ranks compute and send at
+once, layers share memory and caches with other ranks, every action has the executor's work around it, and messages
+wait for a core. Runs of pipelines at two micro-batch sizes tell both: layers are scaled by what the stages took,
+between the sizes in proportion, and links are what the messages took. A run of data parallelism tells the rate of
+its sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bapipe.analysis.link_estimate import estimate_links, fit_links
+from bapipe.analysis.recalibrate import recalibrate
+from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
+from bapipe.costs.profile import Profile
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner import Request, explore
+from bapipe.records.plan import Plan
+from bapipe.records.run_record import RunRecord, to_timeline
+
+__all__ = ["Calibrated", "calibrate"]
+
+_RATES = (1e5, 1e13)
+"""bytes/s between which the rate of sums is looked for"""
+_HALVINGS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """A profile and a cluster to plan with."""
+
+    profile: Profile
+    cluster: Cluster
+    changes: tuple[str, ...]
+    """what differs, a line each"""
+
+
+def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[tuple[Plan, RunRecord, float]]) -> Calibrated:
+    """Correct a profile and a cluster by runs of plans that were made from them, and their seconds per step."""
+    pipelines = [(plan, record) for plan, record, _ in runs if len(plan.stages) > 1]
+    changes: list[str] = []
+    corrected, linked = profile, cluster
+    if pipelines:
+        by_size = {plan.microbatch_size: recalibrate(plan, record, profile).profile for plan, record in pipelines}
+        corrected = _between(profile, by_size)
+        linked = fit_links(
+            cluster, [item for plan, record in pipelines for item in estimate_links(plan, to_timeline(record))]
+        )
+        changes += [*_layer_changes(profile, by_size), *_link_changes(cluster, linked)]
+    for plan, _, seconds in runs:
+        if plan.kind == "data-parallel":
+            rate = _sum_rate(corrected, linked, plan, seconds)
+            linked = replace(linked, collective_bandwidth=rate)
+            changes.append(f"gradients are summed at {rate / 1e9:.3g} GB/s")
+    return Calibrated(profile=corrected, cluster=linked, changes=tuple(changes))
+
+
+def _between(profile: Profile, by_size: dict[int, Profile]) -> Profile:
+    """Each micro-batch size corrected as the nearest two that ran, in proportion to where it lies between them."""
+    sizes = sorted(by_size)
+    tables: dict[str, CostTable] = {}
+    for name, table in profile.accelerators.items():
+        rows = np.array([np.interp(size, sizes, range(len(sizes))) for size in table.microbatches])
+        low, share = np.floor(rows).astype(int), rows - np.floor(rows)
+        known = [by_size[size].accelerators[name] for size in sizes]
+        changed: dict[str, Any] = {}
+        for field, rule in COST_FIELDS.items():
+            if rule.ratio is None or getattr(table, field) is None:
+                continue
+            values = [np.array(getattr(item, field)) for item in known]
+            if rule.per == "layer":
+                changed[field] = as_tuples(np.mean(values, axis=0))
+                continue
+            mixed = [
+                (1 - part) * values[first][row] + part * values[min(first + 1, len(sizes) - 1)][row]
+                for row, (first, part) in enumerate(zip(low, share, strict=True))
+            ]
+            changed[field] = as_tuples(np.array(mixed))
+        tables[name] = replace(table, description=known[-1].description, **changed)
+    return replace(profile, accelerators=tables)
+
+
+def _sum_rate(profile: Profile, cluster: Cluster, plan: Plan, seconds: float) -> float:
+    """The bytes/s of sums with which data parallelism is predicted to take that long, by halving."""
+
+    def predicted(rate: float) -> float:
+        request = Request(
+            minibatch=plan.minibatch,
+            microbatch=plan.microbatch_size,
+            schedule="data-parallel",
+            optimizer=plan.optimizer,
+        )
+        return explore(profile, replace(cluster, collective_bandwidth=rate), request).best.time
+
+    low, high = map(math.log, _RATES)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted(math.exp(middle)) > seconds else (low, middle)
+    return math.exp((low + high) / 2)
+
+
+def _layer_changes(profile: Profile, by_size: dict[int, Profile]) -> list[str]:
+    lines = []
+    for size, corrected in sorted(by_size.items()):
+        for name in profile.accelerators:
+            before, after = (item.at(name, size) for item in (profile, corrected))
+            ahead = after.forward.sum() / before.forward.sum()
+            back = after.backward.sum() / before.backward.sum()
+            lines.append(f"layers of {name} at micro-batch {size}: forward ×{ahead:.2f}, backward ×{back:.2f}")
+    return lines
+
+
+def _link_changes(before: Cluster, after: Cluster) -> list[str]:
+    lines = []
+    for what, old, new in (("within", before.within, after.within), ("between", before.between, after.between)):
+        if new is not None and new != old:
+            lines.append(f"links {what} nodes: {1e6 * new.latency:.0f} µs and {new.bandwidth / 1e9:.3g} GB/s")
+    return lines

@@ -1,0 +1,71 @@
+"""The short runs that correct costs and links before a plan is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bapipe.analysis.calibrate import Calibrated, calibrate
+from bapipe.costs.profile import Profile
+from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner import Request, explore, make_plan
+from bapipe.records.plan import Plan
+from bapipe.torch.launch.run_options import RunOptions
+from bapipe.torch.trials.run_trials import Report, run_trials
+from bapipe.torch.trials.trial_record import Trial
+
+__all__ = ["probe", "probe_plans"]
+
+_MICROBATCHES = 4
+"""per accelerator in a run that only measures"""
+
+
+def probe_plans(profile: Profile, cluster: Cluster, request: Request, minibatch: int) -> tuple[Plan, ...]:
+    """Pipelines over all accelerators at the smallest and the largest micro-batch that a plan may take, and data
+    parallelism; what does not fit is left out."""
+    count = len(cluster)
+    types = {item.type for item in cluster.accelerators}
+    known = {size for name in types for size in profile.table(name).microbatches}
+    sizes = sorted(size for size in known if size <= max(1, minibatch // count)) or sorted(known)[:1]
+    depth = min(count, len(profile.layers))
+    found = []
+    wanted = [
+        ("1f1b-so", min(sizes), depth),
+        ("1f1b-so", max(sizes), depth),
+        ("data-parallel", max(sizes), None),
+    ]
+    for schedule, size, stages in dict.fromkeys(wanted):
+        samples = size * count if schedule == "data-parallel" else size * _MICROBATCHES * count
+        own = Request(
+            minibatch=samples,
+            microbatch=size,
+            schedule=schedule,
+            stages=stages,
+            optimizer=request.optimizer,
+        )
+        if stages == 1 and schedule != "data-parallel":
+            continue
+        try:
+            found.append(make_plan(explore(profile, cluster, own)))
+        except InfeasibleError:
+            continue
+    return tuple(found)
+
+
+def probe(
+    profile: Profile,
+    cluster: Cluster,
+    plans: Sequence[Plan],
+    options: RunOptions,
+    *,
+    code: Path,
+    report: Report | None = None,
+) -> tuple[Calibrated, tuple[Trial, ...]]:
+    """Run the plans for a few steps and correct profile and cluster by what they took."""
+    trials = run_trials(plans, options, code=code, report=report)
+    runs = [(trial.plan, trial.records[-1], trial.seconds) for trial in trials if trial.seconds is not None]
+    if not runs:
+        reason = next((trial.failure for trial in trials if trial.failure), "nothing fits")
+        raise BaPipeError(f"no plan could be run to measure with: {reason}")
+    return calibrate(profile, cluster, [(plan, record, seconds) for plan, record, seconds in runs]), trials

@@ -14,6 +14,8 @@ from bapipe.errors import BaPipeError
 __all__ = ["COMMANDS", "LazyCommands", "cli", "main"]
 
 COMMANDS = {
+    "auto": ("bapipe.cli.auto", "auto_command"),
+    "calibrate": ("bapipe.cli.auto", "calibrate_command"),
     "cluster": ("bapipe.cli.profile", "cluster_group"),
     "compare": ("bapipe.cli.compare", "compare_command"),
     "export": ("bapipe.cli.export", "export_command"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bapipe.cli.options import renamed
+from bapipe.cli.progress import progress_bar
 from bapipe.cli.values import Counts, Numbers
 from bapipe.costs.profile import CostTable, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
@@ -116,7 +117,7 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
         fresh=options["fresh"],
         parts=options["parts"],
     )
-    with _sliced(model, arguments, options) as load, _progress() as report:
+    with _sliced(model, arguments, options) as load, progress_bar("capturing") as report:
         return profile_model(
             model,
             settings=settings,
@@ -159,24 +160,6 @@ def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> I
     finally:
         if before is None:
             click.echo("the MPS daemon still runs; end it with bapipe slices stop", err=True)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar with the time left, on a terminal's standard error."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    from bapipe.reporting.terminal.console import terminal
-
-    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    console = terminal(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("capturing", total=1.0)
-
-        def report(label: str, share: float) -> None:
-            bar.update(task, completed=share, description=label)
-
-        yield report
 
 
 def _print(found: Profiled, out: str | None) -> None:

@@ -45,24 +45,25 @@ class Machine:
     flops: Mapping[str, float]
 
 
-def detect(*, ranks: int | None = None, threads: int = 1) -> Machine:
-    """The GPUs that torch sees, all taken to be like the first; else the CPU as `ranks` of `threads` threads.
+def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = None) -> Machine:
+    """The GPUs that torch sees, all taken to be like the first; else, or if `device` is cpu, the CPU as `ranks` of
+    `threads` threads.
 
     Rates are measured with a large product and a large copy, in under two seconds.
     """
     node = re.sub(r"[^A-Za-z0-9_.-]+", "-", socket.gethostname())[:60].strip("-") or "node0"
-    if torch.cuda.is_available():
-        device = torch.device("cuda", 0)
-        own = environment_of(device)
+    if device != "cpu" and torch.cuda.is_available():
+        gpu = torch.device("cuda", 0)
+        own = environment_of(gpu)
         return Machine(
             node=node,
             kind="gpu",
             type=accelerator_name(own),
             description=str(own),
             count=ranks or torch.cuda.device_count(),
-            memory=usable_memory(torch.cuda.get_device_properties(device).total_memory),
-            memory_bandwidth=_copy_rate(device),
-            flops={name: _product_rate(device, kind) for name, kind in _KINDS.items()},
+            memory=usable_memory(torch.cuda.get_device_properties(gpu).total_memory),
+            memory_bandwidth=_copy_rate(gpu),
+            flops={name: _product_rate(gpu, kind) for name, kind in _KINDS.items()},
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads < 1 or threads > cores:

@@ -1,0 +1,241 @@
+"""From a model to a plan that was measured, without a manual step.
+
+    detect the machine → time the layers → run three plans to correct layers and links → plan → race → plan.json
+
+Every file goes to one folder, in the formats of the single commands, and `commands.sh` there repeats each step by
+itself. What a folder has already is not measured again.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bapipe.analysis.calibrate import Calibrated
+from bapipe.costs.profile import Profile, read_profile, write_profile
+from bapipe.errors import BaPipeError
+from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster_file import parse_cluster, read_cluster
+from bapipe.hardware.cluster_toml import cluster_toml
+from bapipe.io.files import write_text
+from bapipe.models.builtin import Argument
+from bapipe.models.model_spec import model_ref
+from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
+from bapipe.records.plan import Plan, write_plan
+from bapipe.torch.launch.run_options import RunOptions
+from bapipe.torch.profiler import MeasureSettings, profile_model
+from bapipe.torch.profiler.profile_module import quiet
+from bapipe.torch.profiler.detect_machine import Machine, cluster_text, detect
+from bapipe.torch.trials.probe import probe, probe_plans
+from bapipe.torch.trials.race import RaceResult, race
+from bapipe.torch.trials.run_trials import steps_for
+from bapipe.units import format_seconds
+
+__all__ = ["AutoOptions", "AutoResult", "auto"]
+
+_PER_RANK = {"cpu": 16, "gpu": 64}
+"""samples of a global batch per rank where none is given"""
+_SIZES = 4
+"""micro-batch sizes that are measured where none are given"""
+_START = 12.0
+"""seconds to start the ranks and capture the model, for estimates"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoOptions:
+    """What `auto` is to do."""
+
+    folder: Path = Path("bapipe-auto")
+    """where everything is written"""
+    args: Mapping[str, Argument] = field(default_factory=dict)
+    """arguments of the model's function"""
+    global_batch: int | None = None
+    """samples of one optimizer step; None: 64 per GPU, 16 per CPU rank"""
+    micro_batches: tuple[int, ...] = ()
+    """sizes that a plan may take; (): up to four powers of two"""
+    ranks: int | None = None
+    """None: all GPUs, or all cores"""
+    optimizer: str = "adam"
+    dtype: str = "fp32"
+    device: str | None = None
+    """cpu or cuda; None: what there is"""
+    racing: int = 4
+    """plans that are raced; 1: none is, the prediction decides"""
+    fresh: bool = False
+    """measure again what the folder has"""
+    timeout: float = 300.0
+    """seconds before a silent rank is given up"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AutoResult:
+    """What was found."""
+
+    plan: Plan
+    """also in plan.json"""
+    predicted: Plan
+    """what was chosen before the race"""
+    raced: RaceResult | None
+    """None: there was nothing to race"""
+    calibrated: Calibrated
+    exploration: Exploration
+    folder: Path
+
+
+Say = Callable[[str], None]
+Progress = Callable[[str, float], None]
+
+
+def auto(
+    model: str, options: AutoOptions | None = None, *, say: Say = print, progress: Progress | None = None
+) -> AutoResult:
+    """Find the fastest plan for a model on this machine, by measuring.
+
+    `model` is package.module:function or a name that `bapipe profile` knows. `say` gets a line for each step,
+    `progress` what is being timed and the share that is done.
+    """
+    options = options or AutoOptions()
+    folder = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    steps = _Steps(folder, say)
+
+    machine, cluster = _detect(options, steps)
+    count = len(cluster)
+    if count < 2:
+        raise BaPipeError(
+            f"this machine has {count} accelerator, and a plan spreads training over several; give --ranks, or "
+            "describe the cluster and use bapipe plan"
+        )
+    batch = options.global_batch or _PER_RANK[machine.kind] * count
+    sizes = options.micro_batches or _sizes(batch, count)
+    profile = _profile(model, machine, sizes, options, steps, progress)
+    request = Request(minibatch=batch, optimizer=options.optimizer)
+    run = RunOptions(timeout=options.timeout, device="cuda" if machine.kind == "gpu" else "cpu")
+
+    plans = probe_plans(profile, cluster, request, batch)
+    steps.begin(f"correcting layers and links by {len(plans)} short runs", _seconds(plans))
+    calibrated, _ = probe(profile, cluster, plans, run, code=Path.cwd())
+    for line in calibrated.changes:
+        say(f"  {line}")
+    in_run, links = folder / "profile-in-run.json", folder / "cluster-in-run.toml"
+    write_profile(calibrated.profile, in_run)
+    write_text(links, cluster_toml(calibrated.cluster, comment="links as runs used them"))
+    of_batch = ("--global-batch", str(batch))
+    inputs = (str(folder / "profile.json"), "--cluster", str(folder / "cluster.toml"))
+    steps.command("calibrate", *inputs, *of_batch, "-o", str(in_run), "--out-cluster", str(links))
+
+    steps.begin("planning", None)
+    found = explore(calibrated.profile, calibrated.cluster, request)
+    predicted = make_plan(found)
+    label, seconds = found.best.candidate.label, predicted.prediction.time
+    say(f"  {label}: {format_seconds(seconds)} per global batch predicted")
+    plan, raced = predicted, None
+    candidates = race_candidates(found, limit=options.racing)
+    if len(candidates) > 1:
+        steps.begin(
+            f"racing {len(candidates)} plans that lie within error of each other", 2 * _seconds(candidates)
+        )
+        raced = race(candidates, run, code=Path.cwd())
+        plan = raced.best.plan
+    out = folder / "plan.json"
+    write_plan(plan, out)
+    racing = ("--race", str(options.racing)) if options.racing > 1 else ()
+    steps.command("plan", str(in_run), "--cluster", str(links), *of_batch, *racing, "--out", str(out))
+    steps.end(time.monotonic() - begun)
+    return AutoResult(
+        plan=plan, predicted=predicted, raced=raced, calibrated=calibrated, exploration=found, folder=folder
+    )
+
+
+class _Steps:
+    """What is being done, and the commands that do the same."""
+
+    def __init__(self, folder: Path, say: Say) -> None:
+        self._say = say
+        self._file = folder / "commands.sh"
+        self._commands: list[str] = []
+
+    def begin(self, what: str, seconds: float | None) -> None:
+        self._say(what if seconds is None else f"{what}, about {seconds:.0f} s")
+
+    def command(self, *words: str) -> None:
+        self._commands.append(shlex.join(("bapipe", *words)))
+        write_text(self._file, "\n".join(self._commands) + "\n")
+
+    def end(self, seconds: float) -> None:
+        self._say(f"done in {seconds:.0f} s; {self._file} has the single commands")
+
+
+def _detect(options: AutoOptions, steps: _Steps) -> tuple[Machine, Cluster]:
+    path = options.folder / "cluster.toml"
+    steps.begin("looking at this machine", 2)
+    machine = detect(ranks=options.ranks)
+    if options.device == "cpu" and machine.kind == "gpu":
+        machine = detect(ranks=options.ranks, device="cpu")
+    text = cluster_text(machine)
+    if options.fresh or not path.exists() or len(read_cluster(str(path))) != machine.count:
+        write_text(path, text)
+    steps.command(
+        "cluster", "detect", *(["--ranks", str(options.ranks)] if options.ranks else []), "-o", str(path)
+    )
+    return machine, parse_cluster(path.read_text(encoding="utf-8"), where=str(path))
+
+
+def _profile(
+    model: str,
+    machine: Machine,
+    sizes: tuple[int, ...],
+    options: AutoOptions,
+    steps: _Steps,
+    progress: Progress | None,
+) -> Profile:
+    path = options.folder / "profile.json"
+    listed = ",".join(map(str, sizes))
+    words = ["profile", model, "--micro-batch", listed, "--optimizer", options.optimizer, "--dtype", options.dtype]
+    words += [f"--arg={key}={value}" for key, value in options.args.items()]
+    device = "cpu" if machine.kind == "cpu" else "cuda"
+    steps.command(*words, "--device", device, "-o", str(path))
+    if path.exists() and not options.fresh:
+        known = read_profile(path)
+        table = next(iter(known.accelerators.values()))
+        wanted = model_ref(model, options.args)
+        same = (known.model.ref, dict(known.model.args), known.dtype) == (
+            wanted.ref,
+            dict(wanted.args),
+            options.dtype,
+        )
+        if same and table.optimizer == options.optimizer and {*sizes} <= {*table.microbatches, *table.not_fitting}:
+            steps.begin(f"{path} has the layers' costs already (--fresh measures them again)", None)
+            return known
+    steps.begin(f"timing the layers at micro-batches of {listed}", None)
+    found = profile_model(
+        model,
+        settings=MeasureSettings(microbatches=sizes, fresh=options.fresh),
+        device=device,
+        dtype=options.dtype,
+        args=options.args,
+        optimizer=options.optimizer,
+        threads=1 if device == "cpu" else None,
+        report=progress or quiet,
+    )
+    if not found.complete:
+        raise KeyboardInterrupt
+    write_profile(found.profile, path)
+    return found.profile
+
+
+def _sizes(batch: int, ranks: int) -> tuple[int, ...]:
+    """Powers of two that leave every rank a micro-batch, the largest ones."""
+    most = max(1, batch // ranks)
+    powers = [
+        2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most and batch % 2**exponent == 0
+    ]
+    return tuple(powers[-_SIZES:])
+
+
+def _seconds(plans: tuple[Plan, ...]) -> float:
+    return _START + sum(steps_for(plan) * plan.prediction.time for plan in plans)

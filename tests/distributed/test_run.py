@@ -241,7 +241,7 @@ def test_a_plan_of_several_nodes_is_not_started_here(tmp_path: Path) -> None:
     [
         ({"steps": 0}, "a run needs at least 1 step, got 0; raise --steps"),
         ({"timeout": 0.0}, "the timeout must be more than 0 s, got 0; raise --timeout"),
-        ({"out": "no/such/folder/run.json"}, "is in a folder that does not exist; make it first"),
+        ({"out": Path("no/such/folder/run.json")}, "is in a folder that does not exist; make it first"),
         (
             {"tensorboard": "board"},
             "--tensorboard needs tensorboard, which is not installed; pip install tensorboard",

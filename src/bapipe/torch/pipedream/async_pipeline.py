@@ -35,10 +35,10 @@ from bapipe.torch.pipedream.async_run import AsyncHooks, AsyncRun, AsyncStage, E
 from bapipe.torch.pipedream.stage_channels import StageChannels
 from bapipe.torch.pipedream.weight_versions import WeightVersions
 from bapipe.torch.runtime.build_stages import Build
-from bapipe.torch.runtime.engine import Engine
 from bapipe.torch.runtime.gradient_sync import Reducer, TiedWeights
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import RunnablePlan, as_runnable
+from bapipe.torch.runtime.rank_engine import Engine
 from bapipe.torch.runtime.rank_model import RankModel
 from bapipe.torch.stage.loss import LossFunction, LossOfEach
 

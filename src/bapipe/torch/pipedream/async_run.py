@@ -17,7 +17,7 @@ from bapipe.schedule.actions import Action, Kind
 from bapipe.torch.comm import Inbox, Outbox, guarded
 from bapipe.torch.pipedream.stage_channels import StageChannels
 from bapipe.torch.pipedream.weight_versions import WeightVersions
-from bapipe.torch.runtime.engine import Engine
+from bapipe.torch.runtime.rank_engine import Engine
 from bapipe.torch.stage.loss import LossOfEach, loss_of_step
 from bapipe.torch.stage.runner import StageRunner
 

@@ -23,11 +23,11 @@ from bapipe.records.plan import Plan
 from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import guarded
 from bapipe.torch.runtime.build_stages import Build
-from bapipe.torch.runtime.engine import Engine
 from bapipe.torch.runtime.executor import RankTrace
 from bapipe.torch.runtime.gradient_sync import Reducer, make_sums
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import RunnablePlan, as_runnable
+from bapipe.torch.runtime.rank_engine import Engine
 from bapipe.torch.runtime.rank_model import RankModel
 from bapipe.torch.stage.loss import LossFunction
 

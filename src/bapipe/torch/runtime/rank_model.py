@@ -13,8 +13,8 @@ from bapipe.records.plan import Plan
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.action_clock import ActionClock
-from bapipe.torch.runtime.engine import Engine
 from bapipe.torch.runtime.executor import Executor
+from bapipe.torch.runtime.rank_engine import Engine
 
 __all__ = ["RankModel"]
 

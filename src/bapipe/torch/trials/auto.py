@@ -27,8 +27,8 @@ from bapipe.planner import Exploration, Request, explore, make_plan, race_candid
 from bapipe.records.plan import Plan, write_plan
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.profiler import MeasureSettings, profile_model
-from bapipe.torch.profiler.profile_module import quiet
 from bapipe.torch.profiler.detect_machine import Machine, cluster_text, detect
+from bapipe.torch.profiler.profile_module import quiet
 from bapipe.torch.trials.probe import probe, probe_plans
 from bapipe.torch.trials.race import RaceResult, race
 from bapipe.torch.trials.run_trials import steps_for

@@ -32,7 +32,7 @@ from bapipe.hardware.cluster_file import read_cluster
 from bapipe.io.files import dump_json, write_text
 from bapipe.planner import Request, explore, make_plan
 from bapipe.torch.capturing import Captured, capture
-from bapipe.torch.pipedream.weight_versions import WeightStash
+from bapipe.torch.pipedream.weight_versions import WeightVersions
 from bapipe.torch.profiler.environment import environment_of
 from bapipe.torch.profiler.statistics import SampleSummary, summarise
 from bapipe.torch.runtime.pipeline import Pipeline
@@ -255,7 +255,7 @@ def _stashing(name: str, captured: Captured, first: int, last: int, seconds: flo
 
 def _stashed(bench: _Bench, lag: int) -> Work:
     runners = [bench.runner() for _ in range(lag + 1)]
-    stash = WeightStash(dict(bench.stage.named_parameters()), lag)
+    stash = WeightVersions(dict(bench.stage.named_parameters()), lag)
     stash.begin(10**9)
     numbers = itertools.count(lag)
     for number in range(lag):
@@ -296,11 +296,11 @@ def _replicas(options: argparse.Namespace) -> dict[str, Any]:
         def work() -> None:
             for item, reducer in overlapping:
                 item.reducer = reducer if overlap else None
-            reducers = pipe._reducers
+            reducers = pipe.engine.reducers
             if not reduce:
-                pipe._reducers = {}
+                pipe.engine.reducers = {}
             pipe.step(*batch)
-            pipe._reducers = reducers
+            pipe.engine.reducers = reducers
             for parameter in pipe.parameters():
                 parameter.grad = None
 

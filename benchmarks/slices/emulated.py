@@ -16,7 +16,7 @@ from torch import Tensor
 
 import bapipe.torch.runtime.gradient_sync
 import bapipe.torch.runtime.pipeline
-from bapipe.torch.comm import Message, Transport, Wire, make_transport
+from bapipe.torch.comm import Message, Transport, P2PChannel, make_transport
 from bapipe.torch.comm.worker_thread import WorkerThread, close_lanes, result_of
 
 __all__ = ["SlowTransport", "slow_down"]
@@ -34,33 +34,35 @@ class SlowTransport:
     def __init__(self, inner: Transport, rate: float, *, timeout: float = 120.0) -> None:
         self.name = f"{inner.name}, emulated at {rate / 1e9:g} GB/s"
         self._inner, self._rate, self._timeout = inner, rate, timeout
-        self._lanes: dict[Wire, WorkerThread] = {}
+        self._lanes: dict[P2PChannel, WorkerThread] = {}
         self._free: dict[tuple[int, int], float] = {}
         """(from, to) -> when the link has carried what has come so far"""
 
-    def receive(self, wire: Wire, message: Message) -> Callable[[], tuple[Tensor, ...]]:
-        wait = self._inner.receive(wire, message)
-        if wire not in self._lanes:
-            self._lanes[wire] = WorkerThread(f"emulated {wire.from_rank} to {wire.to_rank}, tag {wire.tag}")
+    def receive(self, channel: P2PChannel, message: Message) -> Callable[[], tuple[Tensor, ...]]:
+        wait = self._inner.receive(channel, message)
+        if channel not in self._lanes:
+            self._lanes[channel] = WorkerThread(
+                f"emulated {channel.from_rank} to {channel.to_rank}, tag {channel.tag}"
+            )
 
         def hold(held: Future[tuple[tuple[Tensor, ...], float]]) -> None:
             values = wait()
             size = sum(value.numel() * value.element_size() for value in values)
-            pair = wire.from_rank, wire.to_rank
+            pair = channel.from_rank, channel.to_rank
             self._free[pair] = max(time.perf_counter(), self._free.get(pair, 0.0)) + size / self._rate
             held.set_result((values, self._free[pair]))
 
-        held = self._lanes[wire].submit(hold)
+        held = self._lanes[channel].submit(hold)
 
         def arrived() -> tuple[Tensor, ...]:
-            values, moment = result_of(held, wire.from_rank, self._timeout)
+            values, moment = result_of(held, channel.from_rank, self._timeout)
             _wait_until(moment)
             return values
 
         return arrived
 
-    def send(self, wire: Wire, values: Sequence[Tensor]) -> Callable[[], None]:
-        return self._inner.send(wire, values)
+    def send(self, channel: P2PChannel, values: Sequence[Tensor]) -> Callable[[], None]:
+        return self._inner.send(channel, values)
 
     def close(self) -> None:
         close_lanes(self._lanes.values(), self._inner.close)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.torch.comm import TensorShape, Wire, make_transport
+from bapipe.torch.comm import TensorShape, P2PChannel, make_transport
 from bapipe.torch.runtime.gradient_sync import BUCKET_BYTES
 
 __all__ = ["measure_links"]
@@ -125,8 +125,8 @@ def _exchanged(transport: Any, device: torch.device, size: int, rounds: int) -> 
         waits = []
         for peer in peers:
             low = min(rank, peer)
-            waits.append(transport.receive(_wire(low, peer, rank), message))
-            waits.append(transport.send(_wire(low, rank, peer), [value]))
+            waits.append(transport.receive(_channel(low, peer, rank), message))
+            waits.append(transport.send(_channel(low, rank, peer), [value]))
         for wait in waits:
             wait()
         _synchronize(device)
@@ -144,10 +144,10 @@ def _returned(transport: Any, device: torch.device, rounds: int) -> float:
     def there_and_back() -> None:
         if peer >= world:
             return
-        arrives = transport.receive(_wire(low, peer, rank), message)
+        arrives = transport.receive(_channel(low, peer, rank), message)
         if rank != low:
             arrives()
-        delivered = transport.send(_wire(low, rank, peer), [value])
+        delivered = transport.send(_channel(low, rank, peer), [value])
         if rank == low:
             arrives()
         _synchronize(device)
@@ -170,5 +170,5 @@ def _per_round(action: Callable[[], None], rounds: int) -> float:
     return float(slowest.min())
 
 
-def _wire(boundary: int, source: int, target: int) -> Wire:
-    return Wire(boundary=boundary, onward=source < target, from_rank=source, to_rank=target)
+def _channel(boundary: int, source: int, target: int) -> P2PChannel:
+    return P2PChannel(boundary=boundary, onward=source < target, from_rank=source, to_rank=target)

@@ -23,10 +23,11 @@ from bapipe.torch.comm.rank_agreement import gathered
 from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.inputs.training_data import batches_for
-from bapipe.torch.launch.train import TrainSettings, peak_memory
+from bapipe.torch.launch.run_options import RunOptions
+from bapipe.torch.launch.train import peak_memory
 from bapipe.torch.profiler.environment import plain_fp32
 from bapipe.torch.runtime.build_stages import OwnStages, check_model, own_stages
-from bapipe.torch.runtime.plan_checks import microbatch_sizes, runnable_schedule
+from bapipe.torch.runtime.plan_checks import check_plan
 
 __all__ = ["train_torch"]
 
@@ -47,16 +48,16 @@ def train_torch(plan: Plan, name: str, *, steps: int, device: torch.device) -> d
     """Train by torch.distributed.pipelining's class `name`; every rank's peak memory and the steps' seconds."""
     rank, world = dist.get_rank(), dist.get_world_size()
     _try_message(device)
-    settings = TrainSettings()
+    settings = RunOptions()
     plain_fp32(plan.dtype)
     built = build_model(plan.model, seed=settings.seed, dtype=plan.dtype)
     if built.loss is not None:
         raise BaPipeError("torch's schedules run here on models that return their loss; profile it with_loss=true")
     captured = capture(built.module, built.args, built.kwargs, check=False)
     check_model(captured, plan)
-    sizes = microbatch_sizes(plan)
-    order = runnable_schedule(plan)
-    own = own_stages(captured, plan, order, rank=rank, sizes=sizes, device=device)
+    runnable = check_plan(plan)
+    sizes = runnable.sizes
+    own = own_stages(captured, plan, runnable.schedule, rank=rank, sizes=sizes, device=device)
     (stage,) = (by_size[sizes[0]] for by_size in own.stages.values())
     batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
     first, last = rank == 0, rank == world - 1

@@ -29,8 +29,10 @@ from bapipe.records.run_record import write_run
 from bapipe.torch.capturing import capture
 from bapipe.torch.comm.rank_agreement import gathered
 from bapipe.torch.device.cuda_workspaces import release_workspaces
-from bapipe.torch.launch.train import TrainSettings, train
+from bapipe.torch.launch.run_options import RunOptions
+from bapipe.torch.launch.train import train
 from bapipe.torch.launch.train_pipedream import train_pipedream
+from bapipe.torch.runtime.plan_checks import check_plan
 from bapipe.torch.stage.error_context import one_line
 
 
@@ -113,9 +115,9 @@ def answered(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     plan = read_plan(request["plan"])
     if request.get("torch"):
         return train_torch(plan, request["torch"], steps=request["steps"], device=device)
-    settings = TrainSettings(steps=request["steps"], transport=request.get("transport", "auto"), timeout=120.0)
+    options = RunOptions(steps=request["steps"], transport=request.get("transport", "auto"), timeout=120.0)
     slow_down(request.get("emulate"))
-    record = (train_pipedream if plan.schedule.name == "pipedream" else train)(plan, settings)
+    record = (train_pipedream if plan.schedule.name == "pipedream" else train)(check_plan(plan), options)
     if record is not None:
         write_run(record, request["run"])
     return {"reserved": reserved_by_ranks(device)}

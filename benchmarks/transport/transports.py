@@ -29,14 +29,14 @@ import torch.distributed as dist
 
 from bapipe.io.files import dump_json, write_text
 from bapipe.torch import slices
-from bapipe.torch.comm import Inbox, Outbox, TensorShape, Transport, Wire, make_transport
+from bapipe.torch.comm import Inbox, Outbox, TensorShape, Transport, P2PChannel, make_transport
 from bapipe.torch.profiler.environment import environment_of
 from bapipe.torch.profiler.statistics import SampleSummary, summarise
 from bapipe.units import format_bandwidth, format_seconds
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
 """bytes of a message"""
-THERE = Wire(boundary=0, onward=True, from_rank=0, to_rank=1)
+THERE = P2PChannel(boundary=0, onward=True, from_rank=0, to_rank=1)
 BACK = THERE.reverse
 STREAM = (8, 32)
 """at least and at most so many messages follow each other in one sample of the bandwidth, of `STREAM_BYTES`"""
@@ -142,7 +142,7 @@ def rank_main(options: argparse.Namespace) -> None:
         world_size=2,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )
-    transport = make_transport(name, device=device, wires=[THERE, BACK], timeout=TIMEOUT)
+    transport = make_transport(name, device=device, channels=[THERE, BACK], timeout=TIMEOUT)
     rows = [
         row(transport, nbytes, options.rank, device, options.seconds)
         for nbytes in SIZES
@@ -176,9 +176,9 @@ def row(transport: Transport, nbytes: int, rank: int, device: torch.device, seco
         else:
             transport.send(BACK, transport.receive(THERE, message)())()
 
-    def stream(directions: tuple[Wire, ...]) -> None:
-        inboxes = [Inbox(transport, wire) for wire in directions if wire.to_rank == rank]
-        outboxes = [Outbox(transport, wire) for wire in directions if wire.from_rank == rank]
+    def stream(directions: tuple[P2PChannel, ...]) -> None:
+        inboxes = [Inbox(transport, channel) for channel in directions if channel.to_rank == rank]
+        outboxes = [Outbox(transport, channel) for channel in directions if channel.from_rank == rank]
         for inbox in inboxes:
             inbox.begin(range(count), messages)
         for outbox in outboxes:

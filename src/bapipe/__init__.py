@@ -106,7 +106,7 @@ def plan(
     micro_batch: int | None = None,
     schedule: str | None = None,
     stages: int | None = None,
-    optimizer: str = "sgd",
+    optimizer: str | None = None,
     precision: str | None = None,
     split_layers: bool = False,
     strategy: str = "exact",
@@ -117,7 +117,8 @@ def plan(
     `Profile`. `cluster` is a shorthand such as "4xv100" or "2xa100+2xv100", the path of a .toml file, or a
     `Cluster`. `global_batch` is the number of samples of one optimizer step (default: 64 per accelerator). A given
     `micro_batch`, `schedule` or number of `stages` is kept, else the best is chosen. `precision` is that of costs
-    which are computed here; a measured profile has its own. With `split_layers` two stages may share a layer.
+    which are computed here; a measured profile has its own. The `optimizer` is by default the one that the profile
+    was measured with, or sgd. With `split_layers` two stages may share a layer.
 
     Raises `BaPipeError`, with what to do, if nothing fits or an argument is wrong.
     """
@@ -158,12 +159,14 @@ def profile(
     precision: str = "fp32",
     optimizer: str = "sgd",
     accelerator: str | None = None,
+    threads: int = 1,
 ) -> Profile:
     """Measure what every layer of a model costs on a device of this machine. Imports torch.
 
     `model` is an `nn.Module`, with an example of its inputs in `args` and `kwargs`, or the name of a built-in
     model or of a `package.module:function`, with that function's arguments in `kwargs`. The costs are filed under
     `accelerator`, by default the catalogue's name of the device; a cluster must have accelerators of that type.
+    `threads` are those of a CPU rank.
     """
     from bapipe.models.layers import ModelRef
     from bapipe.torch.profiler import MeasureSettings, profile_model, profile_module
@@ -175,6 +178,7 @@ def profile(
         "dtype": precision,
         "optimizer": optimizer,
         "accelerator": accelerator,
+        "threads": threads if device == "cpu" else None,
     }
     if isinstance(model, str):
         return profile_model(model, args=dict(kwargs or {}), **common).profile

@@ -65,7 +65,7 @@ def _run_case(case: AdvancedCase, captured: Captured) -> dict[str, Any]:
     plan = make_advanced_plan(case, own)
     pipe = Pipeline(own, plan, SPLIT_MODELS[case.model].loss)
     graphs = {stage: Living() for stage in pipe.stages}
-    for stage, runner in pipe._runners.items():
+    for stage, runner in pipe.engine.runners.items():
         for module in runner._modules.values():
             watch_graphs(module, graphs[stage])
     losses, expected, buffers = _alone(case.model, case.sizes)

@@ -88,7 +88,7 @@ def run_case(case: Case, captured: Captured, alone: Alone) -> dict[str, Any]:
     needs_data = any(_roots(own, plan, stage) for stage in pipe.stages)
     is_last = len(plan.stages) - 1 in pipe.stages
     graphs = {stage: Living() for stage in pipe.stages}
-    for stage, runner in pipe._runners.items():
+    for stage, runner in pipe.engine.runners.items():
         for module in runner._modules.values():
             watch_graphs(module, graphs[stage])
     received, sent = Living(), Living()

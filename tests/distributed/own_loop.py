@@ -7,6 +7,7 @@ does something long that has nothing to do with the pipeline.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--own-group", action="store_true", help="make the process group here")
     parser.add_argument("--environment", action="store_true", help="leave the node's name, too")
     options = parser.parse_args()
+    logging.basicConfig(format="bapipe: %(message)s")
     torch.set_num_threads(1)
     if options.own_group:
         dist.init_process_group("gloo")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.comm.rank_agreement import gathered
 from bapipe.torch.inputs.build_model import BuiltModel
-from bapipe.torch.pipedream.stashing_pipeline import PipeDream
+from bapipe.torch.pipedream.async_pipeline import PipeDream
 from bapipe.torch.verify.gradient_check import Gradients, gradients
 from bapipe.torch.verify.stale_check import Holding, compare_stale
 

@@ -18,14 +18,19 @@ from checkpoint_worker import HALF, LEGS, make_module  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 from elastic_runs import run, states, tiny_plan  # noqa: E402
 from made_checkpoints import made, names  # noqa: E402
+from run_plans import ROOT  # noqa: E402
 
 from bapipe.cli import cli  # noqa: E402
 from bapipe.errors import BaPipeError  # noqa: E402
 from bapipe.records.plan import write_plan  # noqa: E402
 from bapipe.torch.checkpoint.checkpoint_folder import begin_checkpoint, find_checkpoint, keep_last, latest  # noqa: E402
 from bapipe.torch.checkpoint.checkpoint_manifest import MANIFEST, UnreadableCheckpointError, read_manifest  # noqa: E402
+from bapipe.torch.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from bapipe.torch.checkpoint.whole_model import CheckpointState, export_safetensors  # noqa: E402
+from bapipe.torch.inputs.build_model import build_model  # noqa: E402
 from bapipe.torch.runtime.materialise import fill, open_state  # noqa: E402
+from bapipe.torch.runtime.pipeline import Pipeline  # noqa: E402
+from command import refused  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 PATHS = [
@@ -214,10 +219,11 @@ def test_a_disk_that_cannot_be_written_leaves_the_last_checkpoint(
 
     subprocess.run(["mount", "-o", "remount,ro,size=12m", str(small_disk)], check=True)
     fixed = run(tmp_path / "plan.json", "--steps", "4", *options, "--resume")
-    assert fixed.returncode == 1
-    assert fixed.stdout.count(f"goes on from {saved}/step-00000002, after 2 steps") == 1
-    assert fixed.stderr.count("Read-only file system; ") == 2
-    assert fixed.stderr.splitlines()[0].endswith("Read-only file system; " + last)
+    assert (fixed.returncode, fixed.stdout) == (2, "")
+    assert fixed.stderr == (
+        f"bapipe: checkpoints cannot be written into {saved}: Read-only file system; make it writable, or give "
+        "another folder\n"
+    )
 
     subprocess.run(["mount", "-o", "remount,rw,size=12m", str(small_disk)], check=True)
     assert run(tmp_path / "plan.json", "--steps", "4", *options, "--resume").returncode == 0
@@ -227,13 +233,30 @@ def test_a_disk_that_cannot_be_written_leaves_the_last_checkpoint(
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
-def test_a_folder_that_cannot_be_is_said_so(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     write_plan(tiny_plan(2), tmp_path / "plan.json")
-    done = run(tmp_path / "plan.json", "--steps", "2", "--checkpoint", str(tmp_path / "file" / "saved"))
-    assert done.returncode == 1
-    assert "bapipe: all steps are trained, but the checkpoint after 2 steps was not written to" in done.stderr
-    assert "Not a directory; there is no complete checkpoint yet" in done.stderr
+    saved = tmp_path / "file" / "saved"
+    assert refused("run", str(tmp_path / "plan.json"), "--checkpoint", str(saved)) == (
+        f"bapipe: checkpoints cannot be written into {saved}: Not a directory; make it writable, or give another "
+        "folder\n"
+    )
+
+
+def test_the_library_refuses_such_a_folder_when_it_is_named(tmp_path: Path) -> None:
+    """Not at the first save, hours later."""
+    (tmp_path / "file").touch()
+    plan = tiny_plan(1)
+    built = build_model(plan.model, folders=[ROOT], dtype=plan.dtype)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with Pipeline(lambda: (built.module, built.args, built.kwargs), plan, built.loss) as pipe:
+            with pytest.raises(BaPipeError, match=r"cannot be written into .*/file: Not a directory"):
+                Checkpoints(pipe, tmp_path / "file")
+            Checkpoints(pipe, tmp_path / "new" / "saved").close()
+        assert not (tmp_path / "new").exists()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_run_does_not_start_beside_anothers_checkpoints(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from made_checkpoints import made, names, of_schema  # noqa: E402
 from bapipe.cli import cli  # noqa: E402
 from bapipe.errors import BaPipeError  # noqa: E402
 from bapipe.records.plan import write_plan  # noqa: E402
+from bapipe.torch.checkpoint.checkpoint_checks import check_saving  # noqa: E402
 from bapipe.torch.checkpoint.checkpoint_files import HashingStream  # noqa: E402
 from bapipe.torch.checkpoint.checkpoint_folder import begin_checkpoint, candidates, keep_last, set_aside  # noqa: E402
 from bapipe.torch.checkpoint.checkpoint_lock import FolderLock  # noqa: E402
@@ -267,8 +268,8 @@ def test_a_damaged_one_is_set_aside_for_its_step(tmp_path: Path) -> None:
 def test_a_new_run_is_refused_beside_a_damaged_checkpoint(tmp_path: Path) -> None:
     (made(tmp_path, 3) / "weights").write_bytes(b"")
     with pytest.raises(BaPipeError, match="it is not replaced: give --resume"):
-        Saving(folder=tmp_path, every=1).check()
-    Saving(folder=tmp_path, every=1, resume=True).check()
+        check_saving(Saving(folder=tmp_path, every=1))
+    check_saving(Saving(folder=tmp_path, every=1, resume=True))
 
 
 def test_a_stream_is_hashed_as_it_is_written(tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path, 
     resumed = [int(step) for step in re.findall(r"goes on from .*/step-\d+, after (\d+) steps", output)]
     assert resumed == sorted(resumed)
     assert len(done) == kills
+    said = re.findall(r"bapipe: rank (\d) on .*was killed by SIGKILL.*; restart (\d+) of (\d+), from ", output)
+    assert said == [(str(rank), str(number), str(kills)) for number, (_, rank, _) in enumerate(done, 1)]
     assert kills < 3 or any(writing for moment, _, writing in done if moment == "writing")
     wanted, found = states(tmp_path / "calm"), states(saved)
     assert wanted.keys() == found.keys()

@@ -22,7 +22,7 @@ from bapipe.schedule.actions import Kind
 from bapipe.simulator.simulate import Costs, simulate
 from bapipe.simulator.timeline import Timeline, Transfers
 from bapipe.torch.capturing import capture
-from bapipe.torch.runtime.plan_checks import runnable_schedule
+from bapipe.torch.runtime.plan_checks import check_plan
 from split_models import build_split_model
 
 HERE = Path(__file__).resolve().parent
@@ -150,4 +150,4 @@ def test_two_parts_of_a_layer_on_one_rank_are_refused() -> None:
     )
     plan = make_advanced_plan(case, capture(module, args, kwargs, check=False))
     with pytest.raises(BaPipeError, match="stages 1 and 3 are both on localhost/1 and both have a part of layer"):
-        runnable_schedule(plan)
+        check_plan(plan)

@@ -29,6 +29,7 @@ from bapipe.torch.inputs.build_model import build_model  # noqa: E402
 from bapipe.torch.launch import worker  # noqa: E402
 from bapipe.torch.launch.launcher import launch  # noqa: E402
 from bapipe.torch.launch.run_options import RunOptions  # noqa: E402
+from command import bapipe, refused  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 FAR_TOO_LONG = 300
@@ -73,6 +74,26 @@ def test_a_run_is_checked_recorded_and_told_as_json(tmp_path: Path) -> None:
     assert record.check is not None
     assert record.check.passed
     _follows(record, plan)
+
+
+def test_a_run_without_a_trace_says_so(tmp_path: Path) -> None:
+    write_plan(small_plan("1f1b-so"), tmp_path / "plan.json")
+    paths = [str(tmp_path / name) for name in ("plan.json", "run.json")]
+    result = _bapipe("run", paths[0], "--steps", "2", "--no-trace", "--check", "--out", paths[1])
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "bubble" not in result.stdout
+    record = read_run(paths[1])
+    assert (record.events, record.transfers) == ((), None)
+    assert record.check is not None
+    assert record.check.passed
+    assert refused("compare", *paths) == (
+        "bapipe: the run was not traced (--no-trace), so it has no timeline; run the plan again with --trace\n"
+    )
+    report = bapipe("report", *paths, "-o", str(tmp_path / "report.html"))
+    assert report.returncode == 0, report.stderr
+    said, wrote = report.stdout.splitlines()
+    assert said == "the run was not traced (--no-trace): the report shows the plan alone"
+    assert wrote.startswith(f"wrote {tmp_path}/report.html, ")
 
 
 def _follows(record: RunRecord, plan: Plan) -> None:

@@ -104,8 +104,8 @@ def test_messages_arrive_whole_and_in_order(crew: Crew, case: str) -> None:
 
 
 def test_both_directions_at_once_in_bounded_memory(crew: Crew) -> None:
-    """Of 30 messages per wire the second rank, with two wires each way, holds those under way: per wire in AHEAD
-    and the one taken, per wire out WINDOW and one, one being made, and ipc's buffers."""
+    """Of 30 messages per channel the second rank, with two channels each way, holds those under way: per channel
+    in AHEAD and the one taken, per channel out WINDOW and one, one being made, and ipc's buffers."""
     found = crew.run("both_ways")
     clean(found)
     assert [said["in"] for said in found] == [AHEAD + 1] * WORLD

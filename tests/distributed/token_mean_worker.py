@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from bapipe.schedule.generators import pipedream
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.torch.capturing import Captured, capture
-from bapipe.torch.pipedream.stashing_pipeline import PipeDream
+from bapipe.torch.pipedream.async_pipeline import PipeDream
 from bapipe.torch.runtime.pipeline import Pipeline
 
 VOCABULARY, SEQUENCE = 30, 6

@@ -26,18 +26,18 @@ from bapipe.torch.comm import (
     Message,
     NcclTransport,
     Outbox,
+    P2PChannel,
     StagedTransport,
     TensorShape,
     Transport,
-    Wire,
 )
 
 WORLD = 3
-FIRST = Wire(boundary=0, onward=True, from_rank=0, to_rank=1)
-SECOND = Wire(boundary=1, onward=True, from_rank=1, to_rank=2)
-BESIDE = Wire(boundary=2, onward=True, from_rank=0, to_rank=1)
+FIRST = P2PChannel(boundary=0, onward=True, from_rank=0, to_rank=1)
+SECOND = P2PChannel(boundary=1, onward=True, from_rank=1, to_rank=2)
+BESIDE = P2PChannel(boundary=2, onward=True, from_rank=0, to_rank=1)
 """a second boundary between the ranks of the first"""
-WIRES = tuple(wire for onward in (FIRST, SECOND, BESIDE) for wire in (onward, onward.reverse))
+CHANNELS = tuple(channel for onward in (FIRST, SECOND, BESIDE) for channel in (onward, onward.reverse))
 MIXED: Message = (
     TensorShape(shape=(3, 5), dtype=torch.float32),
     TensorShape(shape=(7,), dtype=torch.bool),
@@ -63,17 +63,19 @@ class Here:
         self.transport = transport
         self.random = random.Random(rank)
 
-    def boxes(self, wires: Sequence[Wire]) -> tuple[dict[Wire, Inbox], dict[Wire, Outbox]]:
-        """This rank's ends of the wires."""
-        inboxes = {wire: Inbox(self.transport, wire) for wire in wires if wire.to_rank == self.rank}
-        outboxes = {wire: Outbox(self.transport, wire) for wire in wires if wire.from_rank == self.rank}
+    def boxes(self, channels: Sequence[P2PChannel]) -> tuple[dict[P2PChannel, Inbox], dict[P2PChannel, Outbox]]:
+        """This rank's ends of the channels."""
+        inboxes = {channel: Inbox(self.transport, channel) for channel in channels if channel.to_rank == self.rank}
+        outboxes = {
+            channel: Outbox(self.transport, channel) for channel in channels if channel.from_rank == self.rank
+        }
         return inboxes, outboxes
 
     def nap(self) -> None:
         time.sleep(self.random.choice([0, 0, 0, 0.0005, 0.002]))
 
-    def send_token(self, wire: Wire, number: int) -> Callable[[], None]:
-        return self.transport.send(wire, [torch.tensor([number], device=self.device)])
+    def send_token(self, channel: P2PChannel, number: int) -> Callable[[], None]:
+        return self.transport.send(channel, [torch.tensor([number], device=self.device)])
 
 
 def content(message: Message, seed: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -86,8 +88,8 @@ def content(message: Message, seed: int, device: torch.device) -> tuple[Tensor, 
     return tuple(values)
 
 
-def seed_of(wire: Wire, number: int) -> int:
-    return 1000 * wire.tag + number
+def seed_of(channel: P2PChannel, number: int) -> int:
+    return 1000 * channel.tag + number
 
 
 def check(values: Sequence[Tensor], message: Message, seed: int, device: torch.device) -> None:
@@ -118,24 +120,24 @@ def relayed(here: Here) -> Fact:
 
 
 def both_ways(here: Here) -> Fact:
-    """All wires between neighbours at once, at random moments, with messages whose memory is counted."""
-    numbers, wires = range(30), [FIRST, FIRST.reverse, SECOND, SECOND.reverse]
+    """All channels between neighbours at once, at random moments, with messages whose memory is counted."""
+    numbers, channels = range(30), [FIRST, FIRST.reverse, SECOND, SECOND.reverse]
     message = (TensorShape(shape=(LARGE // 4 - 64,), dtype=torch.float32), *MIXED[1:3])
     before = memory(here.device)
     if here.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(here.device)
-    inboxes, outboxes = here.boxes(wires)
+    inboxes, outboxes = here.boxes(channels)
     for inbox in inboxes.values():
         inbox.begin(numbers, dict.fromkeys(numbers, message))
     for outbox in outboxes.values():
         outbox.begin(answered=False)
     for number in numbers:
-        for wire, outbox in outboxes.items():
+        for channel, outbox in outboxes.items():
             here.nap()
-            outbox.send(number, content(message, seed_of(wire, number), here.device))
-        for wire, inbox in inboxes.items():
+            outbox.send(number, content(message, seed_of(channel, number), here.device))
+        for channel, inbox in inboxes.items():
             here.nap()
-            check(inbox.take(number), message, seed_of(wire, number), here.device)
+            check(inbox.take(number), message, seed_of(channel, number), here.device)
     for outbox in outboxes.values():
         outbox.flush()
     peak = torch.cuda.max_memory_allocated(here.device) if here.device.type == "cuda" else before
@@ -153,7 +155,7 @@ def answered(here: Here) -> Fact:
     for inbox in inboxes.values():
         inbox.begin(numbers, dict.fromkeys(numbers, MIXED))
     for outbox in outboxes.values():
-        outbox.begin(answered=outbox.wire.onward)
+        outbox.begin(answered=outbox.channel.onward)
     for number in range(len(numbers) + ahead):
         if here.rank == 0 and number in numbers:
             outboxes[FIRST].send(number, content(MIXED, number, here.device))
@@ -168,7 +170,7 @@ def answered(here: Here) -> Fact:
     return {"idle": all(box.idle for box in (*inboxes.values(), *outboxes.values())), "out": peaks(outboxes)}
 
 
-def peaks(outboxes: dict[Wire, Outbox]) -> list[int]:
+def peaks(outboxes: dict[P2PChannel, Outbox]) -> list[int]:
     return [outbox.peak for outbox in outboxes.values()]
 
 
@@ -203,7 +205,7 @@ def reused(here: Here) -> Fact:
 
 
 def growing(here: Here) -> Fact:
-    """Messages of very different sizes on one wire."""
+    """Messages of very different sizes on one channel."""
     sizes = (2**10, 2**20, 3 * 2**20, 10 * 2**20, 0, 2**10, 2**24, 2**10)
     messages = {n: (TensorShape(shape=(size,), dtype=torch.uint8),) for n, size in enumerate(sizes)}
     inboxes, outboxes = here.boxes([FIRST])
@@ -223,7 +225,7 @@ def growing(here: Here) -> Fact:
 
 
 def head_of_line(here: Here) -> Fact:
-    """What waits on one wire holds up no other: neither receives that were posted before, nor sends."""
+    """What waits on one channel holds up no other: neither receives that were posted before, nor sends."""
     transport = here.transport
     got: list[int] = []
     if here.rank == 0:
@@ -314,7 +316,7 @@ def made(name: str, device: torch.device, timeout: float) -> Transport:
         return StagedTransport(device, timeout=timeout)
     if name == "ipc":
         return IpcTransport(device, timeout=timeout)
-    return NcclTransport(WIRES, device, timeout=timeout)
+    return NcclTransport(CHANNELS, device, timeout=timeout)
 
 
 def run_case(name: str, rank: int, device: torch.device, case: str, timeout: float) -> Fact:

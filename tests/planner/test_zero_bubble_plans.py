@@ -138,9 +138,9 @@ def test_an_order_made_for_the_stages_is_faster_where_they_differ() -> None:
     made = replace(profile, accelerators={"x": replace(table, weight_gradient=uneven)})
     best = explore(made, cluster, replace(REQUEST, schedule="zb")).best
     stages = best.candidate.stages
-    caps = least_caps(best.candidate.chain, stages, 16, Hardware(cluster=cluster, optimizer="sgd"))
+    caps = least_caps(best.candidate.chain, stages, 16, Hardware(cluster=cluster))
     pattern = zero_bubble(LAYERS, 16, caps, delays=[max(0, caps[0] - caps[-1]), 0, 0, caps[0] - caps[-1]])
-    usual = evaluate(replace(best.candidate, schedule=pattern), Hardware(cluster=cluster, optimizer="sgd"))
+    usual = evaluate(replace(best.candidate, schedule=pattern), Hardware(cluster=cluster))
     assert best.time < 0.99 * usual.time
     assert check(best.candidate.schedule) == []
 

@@ -1,4 +1,4 @@
-"""The links of a cluster as runs have used them: by the run's own transport, with its messages, beside its work.
+"""The links of a cluster as runs have used them: through their own transport, with their messages, beside work.
 
 A link file or a measurement of idle ranks says what a link can do. In a run, ranks compute while messages travel,
 and on CPUs the transport's threads wait for a core: a message of 32 kB takes some 80 µs between idle ranks and

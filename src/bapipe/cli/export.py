@@ -26,5 +26,7 @@ def export_command(checkpoint: str, out: str) -> None:
     if importlib.util.find_spec("torch") is None:
         raise BaPipeError("reading a checkpoint needs torch, which is not installed; pip install 'bapipe[torch]'")
     from bapipe.torch.checkpoint.whole_model import export_safetensors
+    from bapipe.torch.launch.log_lines import print_log
 
+    print_log()
     click.echo(f"wrote {out} from {export_safetensors(checkpoint, out)}")

@@ -39,13 +39,14 @@ def launch_command(
       bapipe launch plan.json --print --steps 100
       bapipe launch plan.json --print --script train.py -- plan.json --epochs 3
     """
-    from bapipe.torch.launch.launcher import check_run, launch, start_script, worker_arguments
+    from bapipe.torch.launch.launcher import check_here, check_run, run_checked, start_script, worker_arguments
     from bapipe.torch.launch.node_commands import node_commands, ranks_by_node, slurm_script
 
     if script is None and arguments:
         raise BaPipeError(f"'{arguments[0]}' is no option of a run; give --script to start your own script")
     chosen = read_options(options)
-    plan, _ = check_run(plan_file, chosen)
+    runnable = check_run(plan_file, chosen)
+    plan = runnable.plan
     program = worker_arguments(plan_file, chosen) if script is None else [script, *arguments]
     if only_print:
         for command in node_commands(plan, program, head=head, port=port):
@@ -60,7 +61,10 @@ def launch_command(
         raise BaPipeError(
             f"the plan has {len(nodes)} nodes ({', '.join(nodes)[:100]}); start on each what --print writes for it"
         )
-    started = start_script(len(plan.ranks), program) if script is not None else None
-    code = launch(plan_file, chosen) if started is None else started
+    if script is not None:
+        code = start_script(len(plan.ranks), program)
+    else:
+        check_here(runnable, chosen)
+        code = run_checked(runnable, plan_file, chosen)
     if code:
         raise click.exceptions.Exit(code)

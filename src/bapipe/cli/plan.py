@@ -39,7 +39,10 @@ __all__ = ["plan_command"]
 @click.option("--strategy", default="exact", show_default=True, help=", ".join(STRATEGIES) + ".")
 @click.option("--space", type=click.Choice(["full", "paper"]), default="full", show_default=True,
               help="paper: PP with N stages, or data parallelism without gradient accumulation.")  # fmt: skip
-@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="sgd", show_default=True)
+@click.option(
+    "--optimizer",
+    help=f"{', '.join(OPTIMIZERS)}, or one that was profiled.  [default: as profiled, or sgd]",
+)
 @click.option(
     "--dtype",
     show_default="fp32; fp16 on FPGAs; a profile's own",

@@ -45,7 +45,9 @@ __all__ = [
     "-o", "--out", type=click.Path(dir_okay=False), help="Write profile.json (with --links: cluster.toml)."
 )
 @click.option("--type", "accelerator", help="Accelerator type to file the costs under.  [default: by the device]")
-@click.option("--optimizer", default="sgd", show_default=True, help="sgd, momentum, adam or adamw.")
+@click.option(
+    "--optimizer", default="sgd", show_default=True, help="sgd, momentum, adam, adamw or package.module:Class."
+)
 @click.option(
     "--iterations", type=int, help="Samples of each time, as the paper's 1000.  [default: until 2 % sure]"
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bapipe.errors import BaPipeError
+from bapipe.torch.checkpoint.checkpoint_options import Saving
 from bapipe.torch.launch.run_options import RunOptions
 
 __all__ = ["read_options", "run_command", "run_options"]
@@ -21,7 +23,9 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--steps", type=int, default=usual.steps, show_default=True, help="Optimizer steps."),
         click.option("--check", is_flag=True, help="Compare every gradient with training in one process."),
         click.option(
-            "--out", type=click.Path(dir_okay=False), help="Write run.json: losses and the recorded timeline."
+            "--out",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="Write run.json: losses and the recorded timeline.",
         ),
         click.option("--seed", type=int, default=usual.seed, show_default=True, help="Of weights and data."),
         click.option("--learning-rate", type=float, default=usual.learning_rate, show_default=True),
@@ -48,15 +52,28 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Instead of what the plan has."),
         click.option(
+            "--trace/--no-trace",
+            default=usual.trace,
+            show_default=True,
+            help="Record when every action starts and ends.",
+        ),
+        click.option(
             "--vertical-sync",
             is_flag=True,
             help="Of a pipedream plan: all stages use stage 0's version of the weights.",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step."),
         click.option(
-            "--tensorboard", type=click.Path(file_okay=False), help="Write every step's figures for TensorBoard."
+            "--tensorboard",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Write every step's figures for TensorBoard.",
         ),
-        click.option("--checkpoint", type=click.Path(file_okay=False), help="Folder to save the training into."),
+        click.option(
+            "--checkpoint",
+            "folder",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Folder to save the training into.",
+        ),
         click.option("--every", type=int, help="Steps between two checkpoints.  [default: only the last]"),
         click.option("--keep", type=int, default=2, show_default=True, help="Complete checkpoints that stay."),
         click.option("--async", "asynchronous", is_flag=True, help="Write checkpoints while training goes on."),
@@ -68,26 +85,17 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_options(options: dict[str, Any]) -> RunOptions:
-    """What `run_options` gave a command, those about checkpoints put together as `saving`."""
-    from bapipe.torch.checkpoint.checkpoint_options import Saving
-
-    names = ("checkpoint", "every", "keep", "asynchronous", "resume")
+    """What `run_options` gave a command; what is about checkpoints, the fields of `Saving`, as `saving`."""
+    names = {field.name for field in fields(Saving)}
     rest = {name: value for name, value in options.items() if name not in names}
-    folder, every, keep, asynchronous, resume = (options[name] for name in names)
-    if folder is None:
-        if every is not None or asynchronous or resume:
+    about = {name: value for name, value in options.items() if name in names}
+    if about["folder"] is None:
+        if about["every"] is not None or about["asynchronous"] or about["resume"]:
             raise BaPipeError(
                 "--every, --async and --resume are about checkpoints; give their folder: --checkpoint"
             )
         return RunOptions(**rest)
-    saving = Saving(
-        folder=Path(folder),
-        every=max(1, options["steps"]) if every is None else every,
-        keep=keep,
-        asynchronous=asynchronous,
-        resume=resume,
-    )
-    return RunOptions(**rest, saving=saving)
+    return RunOptions(**rest, saving=Saving(**about))
 
 
 @click.command("run")

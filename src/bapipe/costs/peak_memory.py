@@ -64,8 +64,8 @@ def rank_peaks(
     timeline: Timeline,
     needed: Sequence[StageBytes],
     *,
-    copies: int,
-    update_copies: int,
+    copies: float,
+    update_copies: float,
     phases_known: bool,
 ) -> list[PeakBytes]:
     """The peak of each rank; `copies` of the weights are weights, gradients and optimizer state, and

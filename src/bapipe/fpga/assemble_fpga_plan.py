@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from bapipe.costs.optimizers import DEFAULT_OPTIMIZER
 from bapipe.fpga.deploy import deploy
 from bapipe.fpga.explore_fpga import FpgaExploration
 from bapipe.fpga.fpga_profile import fpga_profile
@@ -28,7 +29,7 @@ def make_fpga_plan(found: FpgaExploration) -> Plan:
         profile_hash=profile.hash,
         cluster=found.cluster,
         dtype=found.dtype,
-        optimizer=found.request.optimizer,
+        optimizer=found.request.optimizer or DEFAULT_OPTIMIZER,
         strategy=found.request.strategy,
         microbatch_size=best.rule.microbatch,
         microbatches=best.rule.microbatches,

@@ -64,7 +64,7 @@ class Units:
         found: Floats = self.lead[self.layer[v - 1] + 1] - self.lead[self.layer[u] + 1]
         return found
 
-    def demand(self, u: Ints, v: Ints, *, images: int, board: Board, copies: int) -> Demand:
+    def demand(self, u: Ints, v: Ints, *, images: int, board: Board, copies: float) -> Demand:
         """Bytes that the stage keeps with so many in-flight images and `copies` of optimizer state."""
         first, last = self.layer[u], self.layer[v - 1]
         weights = (self.weights[v] - self.weights[u]) * board.element

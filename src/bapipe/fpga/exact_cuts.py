@@ -42,7 +42,7 @@ class Run:
     boards: tuple[Board, ...]
     links: tuple[Link, ...]
     rule: Rule
-    copies: int
+    copies: float
     """of the weights that the optimizer keeps"""
     parameters: Parameters
     tables: dict[float, DspTable]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bapipe.costs.optimizers import find_optimizer
+from bapipe.costs.optimizers import DEFAULT_OPTIMIZER, find_optimizer
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.fpga.assumptions import Parameters
 from bapipe.fpga.board import Board, boards_of, require_transceivers
@@ -79,10 +79,15 @@ class _Setting:
             boards=self.boards[offset : offset + depth],
             links=links,
             rule=rule,
-            copies=find_optimizer(self.request.optimizer).state,
+            copies=fpga_copies(self.request),
             parameters=self.parameters,
             tables=self.tables,
         )
+
+
+def fpga_copies(request: Request) -> float:
+    """Copies of the weights that the optimizer keeps; nothing is profiled on an FPGA, so the table says."""
+    return find_optimizer(request.optimizer or DEFAULT_OPTIMIZER).state
 
 
 def explore_fpga(
@@ -131,7 +136,7 @@ def explore_fpga(
         found = {name: _polish(outcome) for name, outcome in found.items()}
     if not found:
         raise _nothing_fits(setting)
-    copies = find_optimizer(request.optimizer).state
+    copies = fpga_copies(request)
     return FpgaExploration(
         request=request,
         parameters=parameters,

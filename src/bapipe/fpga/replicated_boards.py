@@ -70,7 +70,7 @@ def data_parallel(
     *,
     variant: str,
     minibatch: int,
-    copies: int,
+    copies: float,
     parameters: Parameters,
 ) -> DataParallel:
     """max over boards of b_n · max(C_n, D_n), and synchronisation."""
@@ -102,7 +102,7 @@ def data_parallel(
 
 
 def _figures(
-    units: Units, board: Board, variant: str, copies: int, parameters: Parameters
+    units: Units, board: Board, variant: str, copies: float, parameters: Parameters
 ) -> tuple[float, float, float, bool, float]:
     """C, D, optimizer step, whether it fits, and the bytes it takes."""
     reuse = parameters.dp_reuse if variant == "batched-reuse" else parameters.reuse

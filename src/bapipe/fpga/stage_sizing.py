@@ -94,7 +94,7 @@ def compute_seconds(units: Units, u: int, v: int, board: Board, parameters: Para
 
 
 def load_stage(
-    units: Units, u: int, v: int, board: Board, rule: Rule, *, behind: int, copies: int, parameters: Parameters
+    units: Units, u: int, v: int, board: Board, rule: Rule, *, behind: int, copies: float, parameters: Parameters
 ) -> StageLoad:
     """The stage of units u to v − 1 with `behind` boards from it to the end of the pipeline."""
     at, end = np.int64(u), np.int64(v)

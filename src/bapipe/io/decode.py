@@ -11,6 +11,7 @@ import functools
 import math
 import types
 import typing
+from pathlib import Path
 from typing import Any, TypeVar
 
 from bapipe.errors import FileFormatError, nearest
@@ -82,6 +83,8 @@ def _value(kind: Any, data: object, where: str) -> Any:
         if not isinstance(data, dict):
             raise FileFormatError(f"{where}: expected a table; got {_shown(data)}")
         return {str(key): _value(arguments[1], item, f"{where}: {str(key)[:60]}") for key, item in data.items()}
+    if kind is Path:
+        return Path(_scalar(str, data, where))
     return _scalar(kind, data, where)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Literal
 
-from bapipe.costs.optimizers import find_optimizer
+from bapipe.costs.optimizers import same_step
 from bapipe.costs.peak_memory import message_bytes
 from bapipe.costs.segments import Chain
 from bapipe.planner.evaluate import Evaluation
@@ -27,7 +27,7 @@ def make_plan(found: Exploration) -> Plan:
         profile_hash=found.profile.hash,
         cluster=found.hardware.cluster,
         dtype=found.profile.dtype,
-        optimizer=found.hardware.optimizer,
+        optimizer=found.hardware.optimizer.name,
         strategy=found.request.strategy,
         microbatch_size=chain.microbatch,
         microbatches=best.candidate.schedule.num_microbatches,
@@ -192,9 +192,9 @@ def _notes(found: Exploration) -> tuple[str, ...]:
                 "parts of divided layers are taken to cost their share, though they may take longer: profile "
                 f"{', '.join(unknown)} with --parts"
             )
-    wanted = found.request.optimizer
+    wanted = found.hardware.optimizer.name
     timed = {found.profile.table(name).optimizer or "" for name in chain.types}
-    others = sorted(timed - {"", wanted, *find_optimizer(wanted).steps_like})
+    others = sorted(timed - {"", wanted, *same_step(wanted)})
     if others:
         notes.append(
             f"the optimizer step is timed with {', '.join(others)} but planned for {wanted}: profile with "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.peak_memory import PeakBytes, rank_peaks
+from bapipe.costs.planned_optimizer import PlannedOptimizer
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import Chain, holds_all_weights
 from bapipe.costs.stage_memory import StageBytes, stage_weights, stages_bytes
@@ -83,17 +83,17 @@ class Hardware:
     """The cluster and the rules that turn a profile into memory and time."""
 
     cluster: Cluster
-    optimizer: str = "sgd"
+    optimizer: PlannedOptimizer = field(default_factory=PlannedOptimizer)
     overlap_all_reduce: bool = True
     """data parallelism reduces a bucket as soon as its gradients are there, as DDP does"""
 
-    def static_copies(self) -> int:
+    def static_copies(self) -> float:
         """Weights, gradients and optimizer state, in copies of the weights."""
-        return 2 + find_optimizer(self.optimizer).state
+        return 2 + self.optimizer.memory.state
 
-    def update_copies(self) -> int:
+    def update_copies(self) -> float:
         """Those and what the optimizer's step makes besides."""
-        return self.static_copies() + find_optimizer(self.optimizer).workspace
+        return self.static_copies() + self.optimizer.memory.workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

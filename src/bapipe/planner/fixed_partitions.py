@@ -144,7 +144,7 @@ def _balanced(
     rows: tuple[int, ...],
     capacity: tuple[float, ...],
     inflight: tuple[int, ...],
-    copies: int,
+    copies: float,
     link: Link,
     split_layers: bool,
     slices: int,

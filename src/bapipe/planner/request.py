@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.cluster import Cluster
@@ -53,7 +52,8 @@ class Request:
     strategy: str = "exact"
     space: Literal["full", "paper"] = "full"
     """paper: N stages without replicas and recomputation, or data parallelism without accumulation"""
-    optimizer: str = "sgd"
+    optimizer: str | None = None
+    """None: the one that the profile was measured with, or sgd"""
     split_layers: bool = False
     """whether the exact strategy may split a layer between two stages"""
 
@@ -68,7 +68,6 @@ class Request:
                 f"unknown schedule '{self.schedule[:40]}'{nearest(self.schedule, SCHEDULE_NAMES)}; "
                 f"known: {', '.join(SCHEDULE_NAMES)}"
             )
-        find_optimizer(self.optimizer)
         renamed = {"minibatch": "global-batch", "microbatch": "micro-batch", "cap": "in-flight"}
         for name in ("minibatch", "microbatch", "cap", "stages"):
             value = getattr(self, name)

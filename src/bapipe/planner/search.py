@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bapipe.costs.planned_optimizer import planned_optimizer
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
@@ -93,9 +94,11 @@ def _start(profile: Profile, cluster: Cluster, request: Request, *, explain: boo
             f"{request.stages} stages need as many accelerators, the cluster has {len(cluster)}; lower --stages"
         )
     overlap = request.space != "paper"
+    types = dict.fromkeys(item.type for item in cluster.accelerators)
+    optimizer = planned_optimizer(profile, types, request.optimizer)
     return SearchState(
         profile=profile,
-        hardware=Hardware(cluster=cluster, optimizer=request.optimizer, overlap_all_reduce=overlap),
+        hardware=Hardware(cluster=cluster, optimizer=optimizer, overlap_all_reduce=overlap),
         request=request,
         minibatch=minibatch,
         sizes=tuple(sizes),

@@ -129,7 +129,7 @@ class RunRecord:
     recorded_step: int
     """the step that `events` and `transfers` are of"""
     events: tuple[EventRecord, ...]
-    """each rank's in the order in which it ran them"""
+    """each rank's in the order in which it ran them; empty: the run was not traced"""
     transfers: tuple[TransferRecord, ...] | None = None
     """None: not known"""
     peak_live: tuple[int, ...]
@@ -144,8 +144,8 @@ class RunRecord:
     """None: not compared with training in one process"""
 
     def __post_init__(self) -> None:
-        if not self.steps or not self.events:
-            raise BaPipeError("the run has no steps or no events; run the plan again")
+        if not self.steps:
+            raise BaPipeError("the run has no steps; run the plan again")
         if self.recorded_step not in {step.step for step in self.steps}:
             raise BaPipeError(f"the run records step {self.recorded_step}, which it has not run; run again")
         for event in self.events:
@@ -180,6 +180,10 @@ def to_timeline(record: RunRecord) -> Timeline:
 
     An all-reduce runs beside the compute of its rank, so it has a lane of its own, as in a simulation.
     """
+    if not record.events:
+        raise BaPipeError(
+            "the run was not traced (--no-trace), so it has no timeline; run the plan again with --trace"
+        )
     actions = [Action.parse(event.action) for event in record.events]
     index = {event.action: position for position, event in enumerate(record.events)}
     microbatches = [-1 if action.microbatch is None else action.microbatch for action in actions]

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+from bapipe.costs.optimizers import find_optimizer
+from bapipe.costs.planned_optimizer import PlannedOptimizer
 from bapipe.costs.roofline import analytic_profile
 from bapipe.costs.segments import Chain, make_chain
 from bapipe.costs.stage_memory import stage_weights
@@ -64,7 +66,8 @@ def _chain(layers: int, *, own_workspace: bool = True) -> Chain:
 def _hardware(accelerators: int, reserved: float) -> Hardware:
     cluster = read_cluster(f"{accelerators}xv100")
     capacity = cluster.types[_TYPE].memory - reserved
-    return Hardware(cluster=with_memory_limit(cluster, capacity), optimizer="adam")
+    adam = PlannedOptimizer(name="adam", memory=find_optimizer("adam"))
+    return Hardware(cluster=with_memory_limit(cluster, capacity), optimizer=adam)
 
 
 def _data_parallel(layers: int, hardware: Hardware) -> Evaluation:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bapipe.torch.capturing import capture
     from bapipe.torch.checkpoint.checkpoints import Checkpoints
-    from bapipe.torch.pipedream.stashing_pipeline import PipeDream
+    from bapipe.torch.pipedream.async_pipeline import PipeDream
     from bapipe.torch.runtime.pipeline import Pipeline
     from bapipe.torch.runtime.pipeline_options import PipelineOptions
     from bapipe.torch.stage.loss_weighing import token_mean
@@ -22,7 +22,7 @@ __all__ = ["Checkpoints", "PipeDream", "Pipeline", "PipelineOptions", "capture",
 
 _MODULES = {
     "Checkpoints": "checkpoint.checkpoints",
-    "PipeDream": "pipedream.stashing_pipeline",
+    "PipeDream": "pipedream.async_pipeline",
     "Pipeline": "runtime.pipeline",
     "PipelineOptions": "runtime.pipeline_options",
     "capture": "capturing",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bapipe.torch.health.parent_death import told_parent, write_parent
+from bapipe.torch.health.parent_death import noted_parent, write_parent
 
 CHILD = (
     "from bapipe.torch.health.parent_death import end_with_parent; end_with_parent({}); "
@@ -24,11 +24,11 @@ input()
 
 
 def test_ranks_are_told_the_number_of_their_torchrun(tmp_path: Path) -> None:
-    assert told_parent(["worker", "plan.json"]) is None
-    assert told_parent(["worker", "--notes"]) is None
-    assert told_parent(["worker", "--notes", str(tmp_path), "--json"]) == 0, "the launcher has removed its folder"
+    assert noted_parent(["worker", "plan.json"]) is None
+    assert noted_parent(["worker", "--notes"]) is None
+    assert noted_parent(["worker", "--notes", str(tmp_path), "--json"]) == 0, "the launcher has removed its folder"
     write_parent(1234, tmp_path)
-    assert told_parent(["worker", "--notes", str(tmp_path), "--json"]) == 1234
+    assert noted_parent(["worker", "--notes", str(tmp_path), "--json"]) == 1234
 
 
 def test_a_process_whose_parent_is_another_ends_at_once() -> None:

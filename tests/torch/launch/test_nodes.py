@@ -18,7 +18,7 @@ from bapipe.schedule.generators import capped, make_schedule
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.torch.launch.display import Display
 from bapipe.torch.launch.node_commands import node_commands, ranks_by_node, slurm_script
-from bapipe.torch.runtime.plan_checks import microbatch_sizes, runnable_schedule
+from bapipe.torch.runtime.plan_checks import check_plan, microbatch_sizes
 from paths import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "plan.json"
@@ -94,6 +94,27 @@ def test_on_a_terminal_a_line_is_rewritten_and_twenty_stay(plan: Plan) -> None:
     assert shown.endswith("predicted\nwrote run.json\n")
 
 
+def test_what_goes_on_before_the_first_step_is_shown_on_a_terminal_only(plan: Plan) -> None:
+    for stream, shown in (
+        (Terminal(), "\r\x1b[2Kcapturing the model …\nwrote run.json\n"),
+        (io.StringIO(), "wrote run.json\n"),
+    ):
+        display = Display(plan, 1, stream=stream)
+        display.progress("capturing the model")
+        display.say("wrote run.json")
+        assert stream.getvalue() == shown
+
+
+def test_a_step_that_is_not_traced_has_no_bubble(plan: Plan) -> None:
+    stream = io.StringIO()
+    Display(plan, 1, stream=stream).step(StepRecord(step=0, loss=2.5, seconds=1.0), None)
+    assert " samples/s  " in stream.getvalue()
+    assert "bubble" not in stream.getvalue()
+    stream = io.StringIO()
+    Display(plan, 1, stream=stream, as_json=True).step(StepRecord(step=0, loss=2.5, seconds=1.0), None)
+    assert json.loads(stream.getvalue())["bubble"] is None
+
+
 def test_json_has_an_object_per_line_and_no_nan(plan: Plan) -> None:
     stream = io.StringIO()
     display = Display(plan, 1, as_json=True, stream=stream)
@@ -109,13 +130,13 @@ def test_json_has_an_object_per_line_and_no_nan(plan: Plan) -> None:
 def test_a_schedule_that_cannot_be_run_is_refused(plan: Plan) -> None:
     schedule = make_schedule("fbp-as", len(plan.stages), plan.microbatches)
     with pytest.raises(BaPipeError, match="rank 0 computes on 2 lanes at once"):
-        runnable_schedule(replace(plan, schedule=ScheduleFile.of(schedule)))
+        check_plan(replace(plan, schedule=ScheduleFile.of(schedule)))
 
 
 def test_an_order_that_waits_for_ever_is_refused_before_it_starts(plan: Plan) -> None:
     schedule = capped(2, plan.microbatches, [1, 2])
     with pytest.raises(DeadlockError, match="waits for ever"):
-        runnable_schedule(replace(plan, schedule=ScheduleFile.of(schedule)))
+        check_plan(replace(plan, schedule=ScheduleFile.of(schedule)))
 
 
 def test_micro_batches_must_hold_the_mini_batch(plan: Plan) -> None:

@@ -81,7 +81,7 @@ def held_by(
     sizes = [SIZE] * COUNT
     loss = LossSum(None, sizes) if ends else None
     output = captured.output if ends else None
-    runner = StageRunner(0, {SIZE: stage}, sizes=sizes, parted=parted, loss=loss, output=output)
+    runner = StageRunner(0, {SIZE: stage}, sizes=sizes, split=parted, loss=loss, output=output)
     leaves = flatten(captured.examples.resized(SIZE).tree())[0]
     forward, waiting = [], []
     for parameter in stage.parameters():

@@ -14,7 +14,16 @@ from bapipe.planner.hybrids import balanced_hybrids
 from bapipe.planner.pipelines import Family, build
 from bapipe.planner.state import SearchState, SizeScope
 
-__all__ = ["FAMILY_PASSES", "FamilyScope", "SharedPartitions", "reuse_cuts"]
+__all__ = [
+    "FAMILY_PASSES",
+    "FamilyScope",
+    "SharedPartitions",
+    "reuse_cuts",
+    "try_baselines",
+    "try_exact",
+    "try_hybrids",
+    "try_paper",
+]
 
 
 @dataclass(slots=True, eq=False)

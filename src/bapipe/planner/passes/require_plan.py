@@ -54,7 +54,7 @@ def _nothing_fits(state: SearchState) -> InfeasibleError:
     helps = [f"accelerators of {format_bytes(need)}"]
     if chain.microbatch > 1:
         helps.append("a smaller --micro-batch (profile smaller sizes if they are missing)")
-    if hardware.optimizer != "sgd":
+    if hardware.optimizer.memory.state > 0:
         held = sum(stage_weights(chain, item.first, item.last) for item in together)
         saved = held * (hardware.static_copies() - 2)
         helps.append(f"--optimizer sgd (saves {format_bytes(saved)} there)")

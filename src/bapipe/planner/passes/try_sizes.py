@@ -13,7 +13,7 @@ from bapipe.planner.pipelines import Family, families_for, interleaved_candidate
 from bapipe.planner.request import Request
 from bapipe.planner.state import SearchState, SizeScope
 
-__all__ = ["SIZE_PASSES", "try_sizes"]
+__all__ = ["SIZE_PASSES", "try_data_parallelism", "try_every_depth", "try_pipelines", "try_sizes"]
 
 
 def try_sizes(state: SearchState) -> None:

@@ -36,10 +36,14 @@ def write_report(
     timeline where it is at hand, else the plan is simulated. The pictures also go to `svg_folder` as
     SVG and to `png_folder` as PNG, the timelines to `trace_file` as a Perfetto trace.
     """
+    lines = []
+    if run is not None and not run.events:
+        lines.append("the run was not traced (--no-trace): the report shows the plan alone")
+        run = None
     subject = make_subject(plan, record=run, profile=profile, steps=steps, predicted=predicted)
     page = render_report(subject)
     write_text(out, page)
-    lines = [f"wrote {out}, {format_bytes(len(page.encode()))}: open it in a browser"]
+    lines.append(f"wrote {out}, {format_bytes(len(page.encode()))}: open it in a browser")
     drawn = {} if svg_folder is None and png_folder is None else pictures(subject)
     if svg_folder is not None:
         for name, text in drawn.items():

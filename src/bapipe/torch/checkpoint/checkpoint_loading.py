@@ -38,7 +38,7 @@ class Loaded:
 
     path: Path
     step: int
-    """mini-batches trained; also in `pipe.steps`"""
+    """global batches trained; also in `pipe.steps`"""
     data: Any
     """what `save` was given as the position in the data"""
 

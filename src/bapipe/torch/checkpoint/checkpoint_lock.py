@@ -91,7 +91,7 @@ def _holder(handle: int) -> str:
         about = json.loads(os.pread(handle, 1000, 0))
         return f"process {about['pid']} on {about['host']}, since {about['started']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return f"which one is not told in {LOCK}"
+        return f"which one is not said in {LOCK}"
 
 
 def _let_go(key: str, process: int) -> None:

@@ -76,7 +76,7 @@ class Manifest:
 
     schema: str = CHECKPOINT_SCHEMA
     step: int
-    """mini-batches trained"""
+    """global batches trained"""
     model: ModelRef
     saved_under: str
     """the plan's kind, schedule and stages, for people; any other plan can read it"""
@@ -149,9 +149,9 @@ def _values(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(data.get("schema"), str):
         raise UnreadableCheckpointError(f"{path} is damaged: {MANIFEST} has no schema; use another one")
     schema = data["schema"]
-    told = data.get("sha256")
+    written = data.get("sha256")
     # Before anything else: what was edited must not be taken for another version's.
-    if (told is not None or schema == CHECKPOINT_SCHEMA) and told != _digest_or_none(data):
+    if (written is not None or schema == CHECKPOINT_SCHEMA) and written != _digest_or_none(data):
         raise UnreadableCheckpointError(
             f"{path} is damaged: the content of {MANIFEST} does not match its checksum; use another one"
         )
@@ -214,6 +214,6 @@ def _check(path: Path, manifest: Manifest) -> None:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's name tells; None: it is no such name."""
+    """The step in a checkpoint's name; None: it is no such name."""
     match = _STEP.fullmatch(path.name)
     return None if match is None else int(match[1])

@@ -49,7 +49,7 @@ class CheckpointReader:
         self._small: dict[str, Any] | None = None
         self.metadata = self._parsed_metadata()
         if not self.manifest.verified:
-            self.small()  # it tells if there were checksums once
+            self.small()  # it says whether there were checksums once
 
     @property
     def unverified(self) -> str | None:
@@ -118,7 +118,7 @@ class CheckpointReader:
             or found.dtype != saved.properties.dtype
             or tuple(found.shape) != wanted
         ):
-            raise self._damaged(name, f"has no such tensor as {METADATA} tells")
+            raise self._damaged(name, f"has no such tensor as {METADATA} says")
         return found.detach()
 
     def _place(self, item: ReadItem) -> Any:

@@ -12,11 +12,12 @@ checkpoints.close()
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
+from bapipe.torch.checkpoint.checkpoint_checks import require_writable
 from bapipe.torch.checkpoint.checkpoint_folder import (
     begin_checkpoint,
     candidates,
@@ -50,6 +52,7 @@ from bapipe.torch.checkpoint.checkpoint_manifest import (
 )
 from bapipe.torch.checkpoint.checkpoint_metadata import parse_metadata
 from bapipe.torch.checkpoint.checkpoint_reader import described_tensors
+from bapipe.torch.checkpoint.rank_consensus import RankConsensus
 from bapipe.torch.checkpoint.tensor_pieces import Piece, PieceFiles, Pieces, PieceWriter, model_name
 from bapipe.torch.checkpoint.training_state import (
     model_pieces,
@@ -65,7 +68,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoints", "Loaded", "Stateful"]
 
-T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+_warn = functools.partial(_logger.warning, "%s")
 
 
 class Checkpoints:
@@ -89,7 +93,7 @@ class Checkpoints:
     ) -> None:
         """`keep` is how many complete checkpoints stay; with `asynchronous` files are written while training goes
         on, from a copy in host memory. Where a checkpoint could not be written `say` is called on rank 0, with one
-        line; by default it goes to standard error.
+        line; by default it is logged as a warning. BaPipeError, on all ranks, where `folder` cannot be written.
         """
         if keep < 1:
             raise BaPipeError(f"at least 1 checkpoint must be kept, got {keep}; raise keep")
@@ -99,7 +103,7 @@ class Checkpoints:
         self._pipe = pipe
         self._optimizer, self._scheduler, self._scaler = optimizer, scheduler, scaler
         self._keep, self._asynchronous = keep, asynchronous
-        self._say = say or _to_standard_error
+        self._say = say or _warn
         self._writing: threading.Thread | None = None
         self._outcome: str | BaseException | None = None
         """of the write that the thread has finished: None, why it failed, or what it raised"""
@@ -108,15 +112,17 @@ class Checkpoints:
         """checkpoints that a load passed over"""
         with pipe.watch.guard(), guarded(None):
             # Its own, so that what is written beside the training does not meet the training's own messages.
-            self._group = dist.new_group(backend="gloo", timeout=pipe.timeout)
+            group = dist.new_group(backend="gloo", timeout=pipe.timeout)
+            self._ranks = RankConsensus(group, self.folder)
+            self._ranks.decided(lambda: require_writable(self.folder))
 
     def lock(self) -> None:
         """Keep other runs from writing into the folder until `close`; BaPipeError if one does.
 
-        All ranks call it. `load` and `save` do it too; called before the first step it tells so at once.
+        All ranks call it. `load` and `save` do it too; called before the first step it refuses at once.
         """
         with self._pipe.watch.guard():
-            self._agreed(self._take_lock)
+            self._ranks.decided(self._take_lock)
 
     def _take_lock(self) -> None:
         """Rank 0. Where the disk does not let it there is no lock: a save will say why, if it fails too."""
@@ -173,15 +179,15 @@ class Checkpoints:
         with pipe.watch.guard():
             pipe.watch.progress.note("loading a checkpoint")
             source = self.folder if checkpoint is None else Path(checkpoint)
-            alone = self._agreed(lambda: checkpoint is not None and is_checkpoint(source))
+            alone = self._ranks.decided(lambda: checkpoint is not None and is_checkpoint(source))
             if checkpoint is None:
-                self._agreed(self._take_lock)
+                self._ranks.decided(self._take_lock)
             left = iter([source]) if alone else candidates(source, self._say)
             model = self._model()
             problem = ""
-            while (path := self._agreed(lambda: next(left, None))) is not None:
+            while (path := self._ranks.decided(lambda: next(left, None))) is not None:
                 loading = Loading(pipe, path, model, self._optimizer, self._scheduler, self._scaler)
-                problem = self._together(loading.verify) or self._together(loading.fill)
+                problem = self._ranks.attempted(loading.verify) or self._ranks.attempted(loading.fill)
                 if not problem:
                     if pipe.rank == 0 and loading.unverified is not None:
                         self._say(loading.unverified)
@@ -191,7 +197,7 @@ class Checkpoints:
                 self._damaged.add(path)
                 if pipe.rank == 0:
                     self._say(f"skipped a checkpoint: {reason(CheckpointError(problem))}")
-            self._agreed(lambda: refuse_unread(source, required=checkpoint is not None))
+            self._ranks.decided(lambda: refuse_unread(source, required=checkpoint is not None))
             return None
 
     def _model(self) -> str:
@@ -202,36 +208,8 @@ class Checkpoints:
             for piece in several
             if (name := model_name(key)) is not None
         ]
-        everywhere: list[list[Any]] = [[]] * dist.get_world_size()
-        with guarded(None):
-            dist.all_gather_object(everywhere, own, group=self._group)
+        everywhere = self._ranks.from_all(own)
         return fingerprint_of({(name, tuple(shape), dtype) for some in everywhere for name, shape, dtype in some})
-
-    def _together(self, act: Callable[[], None]) -> str:
-        """Do something on all ranks; what is wrong with the checkpoint, the same on all, or "".
-
-        Raises, on all ranks, what else is wrong on one.
-        """
-        mine: tuple[str, str] = ("", "")
-        failed: Exception | None = None
-        try:
-            act()
-        except CheckpointError as error:
-            mine = ("damaged", str(error))
-        except BaPipeError as error:
-            mine = ("refused", str(error))
-        except Exception as error:
-            failed = error
-            mine = ("refused", f"rank {self._pipe.rank} cannot load: {type(error).__name__}: {error}")
-        everywhere: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-        with guarded(None):
-            dist.all_gather_object(everywhere, mine, group=self._group)
-        if failed is not None:
-            raise failed
-        for kind, text in everywhere:
-            if kind == "refused":
-                raise BaPipeError(text)
-        return next((text for kind, text in everywhere if kind), "")
 
     def _small(self, data: Any) -> dict[str, Any]:
         """What this rank has to say beside its tensors."""
@@ -273,29 +251,23 @@ class Checkpoints:
 
     def _write(self, pieces: Pieces, small: dict[str, Any], step: int) -> str | None:
         """Write and complete the checkpoint, all ranks together; returns why it failed, the same on all ranks."""
-        everywhere = [small] * dist.get_world_size() if self._pipe.rank == 0 else None
-        with guarded(None):
-            dist.gather_object(small, everywhere, group=self._group)
+        everywhere = self._ranks.on_first(small)
         try:
-            partial = self._agreed(lambda: self._begin(everywhere or [], step))
+            partial = self._ranks.decided(lambda: self._begin(everywhere or [], step))
         except CheckpointError as error:
             return str(error)
         problem = None
         writer = PieceFiles(partial)
         try:
             with guarded(None):
-                save(dict(pieces), storage_writer=writer, planner=PieceWriter(), process_group=self._group)
+                save(dict(pieces), storage_writer=writer, planner=PieceWriter(), process_group=self._ranks.group)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             problem = f"rank {rank}: {disk_problem(cause, self.folder)}"
-        written: list[dict[str, SavedFile]] | None = None
-        if self._pipe.rank == 0:
-            written = [{}] * dist.get_world_size()
-        with guarded(None):
-            dist.gather_object(writer.written, written, group=self._group)
+        written = self._ranks.on_first(writer.written)
         files = {name: file for some in written or () for name, file in some.items()}
         try:
-            return self._agreed(lambda: self._complete(partial, everywhere or [], step, files, problem))
+            return self._ranks.decided(lambda: self._complete(partial, everywhere or [], step, files, problem))
         except CheckpointError as error:
             return str(error)
 
@@ -368,25 +340,6 @@ class Checkpoints:
         keep_last(self.folder, self._keep, besides=self._damaged)
         return None
 
-    def _agreed(self, decide: Callable[[], T]) -> T:
-        """What rank 0 decides, on all ranks; a CheckpointError where the disk does not let it."""
-        found: list[Any] = [None, None]
-        if self._pipe.rank == 0:
-            try:
-                found[0] = decide()
-            except CheckpointError as error:
-                found[1] = error
-            except BaPipeError as error:
-                found[1] = BaPipeError(str(error))
-            except OSError as error:
-                found[1] = CheckpointError(disk_problem(error, self.folder))
-        with guarded(None):
-            dist.broadcast_object_list(found, src=0, group=self._group)
-        if found[1] is not None:
-            raise found[1]
-        result: T = found[0]
-        return result
-
 
 def _copied(piece: Piece) -> Piece:
     return Piece(tensor=piece.tensor.to("cpu", copy=True), start=piece.start, whole=piece.whole)
@@ -395,8 +348,3 @@ def _copied(piece: Piece) -> Piece:
 def _summary(plan: Plan) -> str:
     counts = "-".join(str(len(stage.accelerators)) for stage in plan.stages)
     return f"{plan.kind}, {plan.schedule.name}, {len(plan.stages)} stages on {counts} accelerators"
-
-
-def _to_standard_error(text: str) -> None:
-    sys.stderr.write(f"bapipe: {text}\n")
-    sys.stderr.flush()

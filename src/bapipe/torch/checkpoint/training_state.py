@@ -80,7 +80,7 @@ def optimizer_pieces(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) ->
     """The optimizer's state tensors, by parameter.
 
     One that has its parameter's shape is cut as the parameter is. Anything else that belongs to a part of a
-    parameter must be one number, the same for all parts, such as the count of its updates.
+    parameter must be one number, the same for all parts, such as the count of its optimizer steps.
     """
     found: dict[str, list[Piece]] = {}
     if optimizer is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +26,8 @@ from bapipe.torch.checkpoint.tensor_pieces import model_key, model_name, optimiz
 
 __all__ = ["CheckpointState", "export_safetensors"]
 
+_logger = logging.getLogger(__name__)
+
 
 class CheckpointState(Mapping[str, Tensor]):
     """Name -> whole tensor, put together from its parts and read when asked for; all names of the state_dict.
@@ -40,9 +42,9 @@ class CheckpointState(Mapping[str, Tensor]):
 
         With `pass_over` all files are verified now, and of a folder the last checkpoint that is not damaged is
         read. `say` is called with a line for each that is passed over, and if there are no checksums; by default
-        rank 0's goes to standard error.
+        rank 0 logs a warning.
         """
-        say = say or _to_standard_error
+        say = say or _warn
         path = Path(checkpoint)
         self._reader = _last_whole(path, say) if pass_over else CheckpointReader(find_checkpoint(path))
         if self._reader.unverified is not None:
@@ -95,10 +97,9 @@ def _last_whole(path: Path, say: Callable[[str], None]) -> CheckpointReader:
     raise AssertionError("no checkpoint was found, and none was missing")
 
 
-def _to_standard_error(text: str) -> None:
+def _warn(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"bapipe: {text}\n")
-        sys.stderr.flush()
+        _logger.warning("%s", text)
 
 
 def export_safetensors(checkpoint: str | Path, out: str | Path) -> Path:

@@ -3,9 +3,9 @@
 from bapipe.torch.comm.channel import (
     LinkError,
     Message,
+    P2PChannel,
     TensorShape,
     Transport,
-    Wire,
     guarded,
 )
 from bapipe.torch.comm.choose_transport import TRANSPORTS, make_transport
@@ -24,10 +24,10 @@ __all__ = [
     "Message",
     "NcclTransport",
     "Outbox",
+    "P2PChannel",
     "StagedTransport",
     "TensorShape",
     "Transport",
-    "Wire",
     "guarded",
     "make_transport",
 ]

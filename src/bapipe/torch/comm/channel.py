@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bapipe.errors import BaPipeError
 
-__all__ = ["LinkError", "Message", "TensorShape", "Transport", "Wire", "guarded"]
+__all__ = ["LinkError", "Message", "P2PChannel", "TensorShape", "Transport", "guarded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ Message = tuple[TensorShape, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class P2PChannel:
     """One direction over one boundary, from one rank to one."""
 
     boundary: int
     """the stage before it"""
     onward: bool
-    """True for activations, False for errors"""
+    """True for activations, False for gradients"""
     from_rank: int
     to_rank: int
 
@@ -47,24 +47,26 @@ class Wire:
         return 1 + 2 * self.boundary + (0 if self.onward else 1)
 
     @property
-    def reverse(self) -> Wire:
-        """The wire that answers."""
-        return Wire(boundary=self.boundary, onward=not self.onward, from_rank=self.to_rank, to_rank=self.from_rank)
+    def reverse(self) -> P2PChannel:
+        """The channel that answers."""
+        return P2PChannel(
+            boundary=self.boundary, onward=not self.onward, from_rank=self.to_rank, to_rank=self.from_rank
+        )
 
 
 class Transport(Protocol):
-    """Moves messages along wires. Messages of one wire arrive in the order in which they are sent.
+    """Moves messages along channels. Messages of one channel arrive in the order in which they are sent.
 
     All tensors lie on the device of the stage. Neither call blocks; what they return does.
     """
 
     name: str
 
-    def receive(self, wire: Wire, message: Message) -> Callable[[], tuple[Tensor, ...]]:
+    def receive(self, channel: P2PChannel, message: Message) -> Callable[[], tuple[Tensor, ...]]:
         """Post a receive. The function returned waits until the tensors are there (on CUDA: until the current
         stream may use them) and gives them."""
 
-    def send(self, wire: Wire, values: Sequence[Tensor]) -> Callable[[], None]:
+    def send(self, channel: P2PChannel, values: Sequence[Tensor]) -> Callable[[], None]:
         """Hand tensors over, as they will be when the current stream gets here. The function returned waits until
         they are delivered; they are kept until then."""
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import BaPipeError, nearest
-from bapipe.torch.comm.channel import Transport, Wire
+from bapipe.torch.comm.channel import P2PChannel, Transport
 from bapipe.torch.comm.gloo import GlooTransport
 from bapipe.torch.comm.ipc import IpcTransport, ipc_problem
 from bapipe.torch.comm.nccl import NcclTransport
@@ -42,22 +42,22 @@ def candidates(places: Sequence[Place], *, nccl: bool) -> tuple[str, ...]:
 
 
 def make_transport(
-    name: str, *, device: torch.device, wires: Sequence[Wire] = (), timeout: float = 300.0
+    name: str, *, device: torch.device, channels: Sequence[P2PChannel] = (), timeout: float = 300.0
 ) -> Transport:
     """The transport of that name, or for "auto" the fastest that works here.
 
     Collective: every rank of the default group, which is gloo's, calls it with the same name and timeout (seconds
-    that a wait may take; "gloo" has the default group's). `wires` are all wires of the run, in the same order on
-    every rank; "nccl" connects them here, the others need none. On CPUs "auto" is gloo. On GPUs it is nccl where
-    every rank has a GPU of its own and wires are given, else ipc where all ranks are on one host and can map each
-    other's memory, else staged.
+    that a wait may take; "gloo" has the default group's). `channels` are all channels of the run, in the same
+    order on every rank; "nccl" connects them here, the others need none. On CPUs "auto" is gloo. On GPUs it is
+    nccl where every rank has a GPU of its own and channels are given, else ipc where all ranks are on one host
+    and can map each other's memory, else staged.
     """
     if name not in TRANSPORTS:
         raise BaPipeError(
             f"a transport is one of {', '.join(TRANSPORTS)}, got {name!r}{nearest(name, TRANSPORTS)}"
         )
     places = gathered(place_of(device))
-    possible = candidates(places, nccl=dist.is_nccl_available() and bool(wires))
+    possible = candidates(places, nccl=dist.is_nccl_available() and bool(channels))
     if name not in ("auto", *possible):
         raise BaPipeError(f"{_refusal(name, device)}; use {' or '.join(possible)}, or auto")
     chosen = possible[0] if name == "auto" else name
@@ -69,7 +69,7 @@ def make_transport(
     if chosen == "gloo":
         return GlooTransport()
     if chosen == "nccl":
-        return NcclTransport(wires, device, timeout=timeout)
+        return NcclTransport(channels, device, timeout=timeout)
     return (IpcTransport if chosen == "ipc" else StagedTransport)(device, timeout=timeout)
 
 
@@ -79,5 +79,5 @@ def _refusal(name: str, device: torch.device) -> str:
     return {
         "gloo": "gloo cannot read a GPU's memory",
         "ipc": "the ipc transport needs all ranks on one host",
-        "nccl": "nccl needs a torch that has it, the wires to connect, and a GPU for every rank",
+        "nccl": "nccl needs a torch that has it, the channels to connect, and a GPU for every rank",
     }[name]

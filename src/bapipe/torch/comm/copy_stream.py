@@ -13,7 +13,8 @@ __all__ = ["CopyStream"]
 
 
 class CopyStream:
-    """A CUDA stream that copies, for one direction of one wire: a copy that waits must not hold up another's."""
+    """A CUDA stream that copies, for one direction of one channel: a copy that waits must not hold up
+    another's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapipe.torch.comm.channel import LinkError, Message, Wire
+from bapipe.torch.comm.channel import LinkError, Message, P2PChannel
 
 __all__ = ["GlooTransport"]
 
@@ -38,28 +38,28 @@ class GlooTransport:
         """Global rank -> rank in the group."""
         return {rank: index for index, rank in enumerate(dist.get_process_group_ranks(self._group))}
 
-    def receive(self, wire: Wire, message: Message) -> Callable[[], tuple[Tensor, ...]]:
+    def receive(self, channel: P2PChannel, message: Message) -> Callable[[], tuple[Tensor, ...]]:
         buffers = tuple(about.empty() for about in message)
         try:
-            works = [self._posted(self._group.recv, buffer, wire.from_rank, wire.tag) for buffer in buffers]
+            works = [self._posted(self._group.recv, buffer, channel.from_rank, channel.tag) for buffer in buffers]
         except RuntimeError as error:
-            raise LinkError(wire.from_rank, error) from error
+            raise LinkError(channel.from_rank, error) from error
 
         def wait() -> tuple[Tensor, ...]:
-            _wait(works, wire.from_rank)
+            _wait(works, channel.from_rank)
             return buffers
 
         return wait
 
-    def send(self, wire: Wire, values: Sequence[Tensor]) -> Callable[[], None]:
+    def send(self, channel: P2PChannel, values: Sequence[Tensor]) -> Callable[[], None]:
         kept = [value.contiguous() for value in values]
         try:
-            works = [self._posted(self._group.send, value, wire.to_rank, wire.tag) for value in kept]
+            works = [self._posted(self._group.send, value, channel.to_rank, channel.tag) for value in kept]
         except RuntimeError as error:
-            raise LinkError(wire.to_rank, error) from error
+            raise LinkError(channel.to_rank, error) from error
 
         def wait() -> None:
-            _wait(works, wire.to_rank)
+            _wait(works, channel.to_rank)
             kept.clear()
 
         return wait

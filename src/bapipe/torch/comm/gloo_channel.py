@@ -22,7 +22,7 @@ __all__ = ["Posts"]
 
 _FOR_EVER = datetime.timedelta(days=365)
 _BREAK_TAG = 0
-"""below every wire's"""
+"""below every channel's"""
 
 
 class Posts:

@@ -1,6 +1,7 @@
 """CUDA tensors between processes of one host, GPU memory to GPU memory; the processes may share one GPU.
 
-Each wire has a few buffers, which the sender owns and the receiver maps (CUDA IPC), and notes that go over gloo:
+Each channel has a few buffers, which the sender owns and the receiver maps (CUDA IPC), and notes that go over
+gloo:
 
     sender    value ──copy──> buffer    note: buffer filled ──>
     receiver                                                    buffer ──copy──> new tensor
@@ -8,10 +9,10 @@ Each wire has a few buffers, which the sender owns and the receiver maps (CUDA I
 
 A note is sent when its copy has ended, which a thread waits for, and not when it is queued. An interprocess event
 could let the peer's GPU wait instead; but a stream that waits for an event of a process that has died cannot be
-told to stop, and nothing here may hang.
+asked to stop, and nothing here may hang.
 
-The buffers are allocated at a wire's first message and anew where one is larger. They are `SLOTS` messages of GPU
-memory per wire at its sending end, beyond what the tensors themselves take.
+The buffers are allocated at a channel's first message and anew where one is larger. They are `SLOTS` messages of
+GPU memory per channel at its sending end, beyond what the tensors themselves take.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.comm.channel import Message, Wire
+from bapipe.torch.comm.channel import Message, P2PChannel
 from bapipe.torch.comm.copy_stream import CopyStream
 from bapipe.torch.comm.gloo_channel import Posts
 from bapipe.torch.comm.ipc_handles import map_memory, share_memory
@@ -39,7 +40,7 @@ from bapipe.torch.device.allocator import mappable
 __all__ = ["SLOTS", "IpcTransport", "ipc_problem"]
 
 SLOTS = 2
-"""buffers per wire: one is filled while the other is emptied"""
+"""buffers per channel: one is filled while the other is emptied"""
 _GRAIN = 2**21
 """bytes; buffers are multiples of it, so that messages of about one size need no new ones"""
 _NOTE = 4096
@@ -50,7 +51,7 @@ Landed = tuple[tuple[Tensor, ...], torch.cuda.Event]
 
 
 def _note(slot: int, made: int, handle: bytes) -> Tensor:
-    """Which buffer is filled, the how manieth in that slot it is, and how to map it."""
+    """Which buffer is filled, its generation in that slot, and how to map it."""
     text = pickle.dumps((slot, made, handle))
     if len(text) > _NOTE:
         raise BaPipeError(
@@ -61,7 +62,7 @@ def _note(slot: int, made: int, handle: bytes) -> Tensor:
 
 
 class _BufferSlot:
-    """One buffer of a wire, at its sending end."""
+    """One buffer of a channel, at its sending end."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -85,14 +86,14 @@ class _BufferSlot:
 class _SendingEnd:
     """Fills buffers on one thread and takes them back on another: neither may wait for the other's peer."""
 
-    def __init__(self, wire: Wire, device: torch.device, posts: Posts) -> None:
-        self._wire = wire
+    def __init__(self, channel: P2PChannel, device: torch.device, posts: Posts) -> None:
+        self._channel = channel
         self._device = device
         self._posts = posts
         self._copies = CopyStream(device)
         self._free: queue.SimpleQueue[_BufferSlot | BaseException] = queue.SimpleQueue()
         self._unused = [_BufferSlot(index) for index in range(SLOTS)]
-        label = f"bapipe {wire.from_rank} to {wire.to_rank}, tag {wire.tag}"
+        label = f"bapipe {channel.from_rank} to {channel.to_rank}, tag {channel.tag}"
         self._filling, self._freeing = WorkerThread(f"{label}, filling"), WorkerThread(f"{label}, freeing")
         self.lanes = (self._filling, self._freeing)
 
@@ -123,13 +124,13 @@ class _SendingEnd:
     def _take_slot(self) -> _BufferSlot:
         slot = self._free.get()
         if isinstance(slot, BaseException):
-            # The wire is broken, for the messages behind this one too.
+            # The channel is broken, for the messages behind this one too.
             self._free.put(slot)
             raise slot
         return slot
 
     def _announce(self, slot: _BufferSlot, delivered: Future[None]) -> None:
-        peer, tag = self._wire.to_rank, 2 * self._wire.tag
+        peer, tag = self._channel.to_rank, 2 * self._channel.tag
         note, answer = slot.note(), torch.empty(1, dtype=torch.uint8)
         answered = self._posts.receive(answer, peer, tag + 1)
         # With their tensors, which gloo reads and writes until they are done.
@@ -151,16 +152,16 @@ class _SendingEnd:
 class _ReceivingEnd:
     """Copies out of mapped buffers, and says when it has."""
 
-    def __init__(self, wire: Wire, device: torch.device, posts: Posts) -> None:
-        self._wire = wire
+    def __init__(self, channel: P2PChannel, device: torch.device, posts: Posts) -> None:
+        self._channel = channel
         self._posts = posts
         self._copies = CopyStream(device)
         self._mapped: dict[int, tuple[int, Tensor]] = {}
-        self._lane = WorkerThread(f"bapipe {wire.from_rank} to {wire.to_rank}, tag {wire.tag}, receiving")
+        self._lane = WorkerThread(f"bapipe {channel.from_rank} to {channel.to_rank}, tag {channel.tag}, receiving")
         self.lanes = (self._lane,)
 
     def receive(self, message: Message) -> Future[Landed]:
-        peer, tag = self._wire.from_rank, 2 * self._wire.tag
+        peer, tag = self._channel.from_rank, 2 * self._channel.tag
         note = torch.empty(_NOTE, dtype=torch.uint8)
         noted = self._posts.receive(note, peer, tag)
 
@@ -200,23 +201,23 @@ class IpcTransport:
         self._device = device
         self._timeout = timeout
         self._posts = Posts(timeout)
-        self._sending: dict[Wire, _SendingEnd] = {}
-        self._receiving: dict[Wire, _ReceivingEnd] = {}
+        self._sending: dict[P2PChannel, _SendingEnd] = {}
+        self._receiving: dict[P2PChannel, _ReceivingEnd] = {}
         # Threads inside gloo when the process ends would abort it.
         atexit.register(self.close)
 
-    def receive(self, wire: Wire, message: Message) -> Callable[[], tuple[Tensor, ...]]:
-        if wire not in self._receiving:
-            self._receiving[wire] = _ReceivingEnd(wire, self._device, self._posts)
-        end = self._receiving[wire]
+    def receive(self, channel: P2PChannel, message: Message) -> Callable[[], tuple[Tensor, ...]]:
+        if channel not in self._receiving:
+            self._receiving[channel] = _ReceivingEnd(channel, self._device, self._posts)
+        end = self._receiving[channel]
         landed = end.receive(message)
-        return lambda: end.adopt(result_of(landed, wire.from_rank, self._timeout))
+        return lambda: end.adopt(result_of(landed, channel.from_rank, self._timeout))
 
-    def send(self, wire: Wire, values: Sequence[Tensor]) -> Callable[[], None]:
-        if wire not in self._sending:
-            self._sending[wire] = _SendingEnd(wire, self._device, self._posts)
-        delivered = self._sending[wire].send(values)
-        return lambda: result_of(delivered, wire.to_rank, self._timeout)
+    def send(self, channel: P2PChannel, values: Sequence[Tensor]) -> Callable[[], None]:
+        if channel not in self._sending:
+            self._sending[channel] = _SendingEnd(channel, self._device, self._posts)
+        delivered = self._sending[channel].send(values)
+        return lambda: result_of(delivered, channel.to_rank, self._timeout)
 
     def close(self) -> None:
         """End the threads and unmap the buffers; what is still under way fails, here and at the peers."""

@@ -3,9 +3,10 @@
 Written from NCCL's and torch's documentation and not yet run on hardware: the machines this was developed on have
 one GPU. Its tests are those of the other transports and run where torch finds two GPUs.
 
-NCCL matches the sends and receives of two ranks by their order alone and runs them one after another, so each wire
-has a communicator of its own: receives are posted ahead on every wire, and nothing would order them between wires.
-They are made in the constructor, in the same order on every rank, because making one waits for both ranks.
+NCCL matches the sends and receives of two ranks by their order alone and runs them one after another, so each
+channel has a communicator of its own: receives are posted ahead on every channel, and nothing would order them
+between channels. They are made in the constructor, in the same order on every rank, because making one waits for
+both ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.comm.channel import LinkError, Message, Wire, guarded
+from bapipe.torch.comm.channel import LinkError, Message, P2PChannel, guarded
 from bapipe.torch.comm.packing import message_of
 
 __all__ = ["NcclTransport"]
@@ -31,7 +32,7 @@ _NAP = 5e-5
 
 
 class NcclTransport:
-    """`isend` and `irecv` of bytes on a NCCL group per wire.
+    """`isend` and `irecv` of bytes on a NCCL group per channel.
 
     A wait looks until NCCL is done, on the host, so that it can end after `timeout` seconds: NCCL does not notice
     every peer that dies.
@@ -39,60 +40,62 @@ class NcclTransport:
 
     name = "nccl"
 
-    def __init__(self, wires: Sequence[Wire], device: torch.device, *, timeout: float) -> None:
-        """Collective: every rank of the default group gives all wires of the run, in the same order."""
+    def __init__(self, channels: Sequence[P2PChannel], device: torch.device, *, timeout: float) -> None:
+        """Collective: every rank of the default group gives all channels of the run, in the same order."""
         self._device = device
         self._timeout = timeout
         self._broken = False
-        self._groups: dict[Wire, dist.ProcessGroup] = {}
+        self._groups: dict[P2PChannel, dist.ProcessGroup] = {}
         rank = dist.get_rank()
-        for wire in wires:
-            ends = sorted({wire.from_rank, wire.to_rank})
+        for channel in channels:
+            ends = sorted({channel.from_rank, channel.to_rank})
             with guarded(None):
                 group = dist.new_group(ends, backend="nccl", timeout=_LONG)
             if rank in ends:
                 assert isinstance(group, dist.ProcessGroup)
-                self._groups[wire] = group
-                self._connect(wire)
+                self._groups[channel] = group
+                self._connect(channel)
 
-    def _connect(self, wire: Wire) -> None:
+    def _connect(self, channel: P2PChannel) -> None:
         """NCCL makes the communicator with the first message."""
         nothing = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        if dist.get_rank() == wire.from_rank:
-            self.send(wire, [nothing])()
+        if dist.get_rank() == channel.from_rank:
+            self.send(channel, [nothing])()
         else:
-            self.receive(wire, message_of([nothing]))()
+            self.receive(channel, message_of([nothing]))()
 
-    def receive(self, wire: Wire, message: Message) -> Callable[[], tuple[Tensor, ...]]:
+    def receive(self, channel: P2PChannel, message: Message) -> Callable[[], tuple[Tensor, ...]]:
         buffers = tuple(about.empty(self._device) for about in message)
-        works = self._post(dist.irecv, wire, wire.from_rank, buffers)
+        works = self._post(dist.irecv, channel, channel.from_rank, buffers)
 
         def wait() -> tuple[Tensor, ...]:
-            self._wait(works, wire.from_rank)
+            self._wait(works, channel.from_rank)
             return buffers
 
         return wait
 
-    def send(self, wire: Wire, values: Sequence[Tensor]) -> Callable[[], None]:
+    def send(self, channel: P2PChannel, values: Sequence[Tensor]) -> Callable[[], None]:
         kept = [value.detach().contiguous() for value in values]
-        works = self._post(dist.isend, wire, wire.to_rank, kept)
+        works = self._post(dist.isend, channel, channel.to_rank, kept)
 
         def wait() -> None:
-            self._wait(works, wire.to_rank)
+            self._wait(works, channel.to_rank)
             kept.clear()
 
         return wait
 
     def _post(
-        self, post: Callable[..., dist.Work | None], wire: Wire, peer: int, values: Sequence[Tensor]
+        self, post: Callable[..., dist.Work | None], channel: P2PChannel, peer: int, values: Sequence[Tensor]
     ) -> list[dist.Work]:
-        if wire not in self._groups:
-            raise BaPipeError(f"{wire} is not among the wires that the transport was made with; name all of them")
+        if channel not in self._groups:
+            raise BaPipeError(
+                f"{channel} is not among the channels that the transport was made with; name all of them"
+            )
         works: list[dist.Work] = []
         with guarded(peer):
             for value in values:
                 if value.numel():
-                    work = post(value.view(-1).view(torch.uint8), peer, group=self._groups[wire])
+                    work = post(value.view(-1).view(torch.uint8), peer, group=self._groups[channel])
                     assert work is not None, "this rank is not in the group"
                     works.append(work)
         return works

@@ -1,4 +1,4 @@
-"""The two ends of a wire: receives posted ahead of need, sends kept until they must have been delivered."""
+"""The two ends of a channel: receives posted ahead of need, sends kept until they must have been delivered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from bapipe.torch.comm.channel import Message, Transport, Wire
+from bapipe.torch.comm.channel import Message, P2PChannel, Transport
 
 __all__ = ["AHEAD", "WINDOW", "Inbox", "Outbox"]
 
@@ -24,8 +24,8 @@ class Inbox:
     Holds at most `AHEAD` messages, and beyond them only what comes before its turn.
     """
 
-    def __init__(self, transport: Transport, wire: Wire) -> None:
-        self.wire = wire
+    def __init__(self, transport: Transport, channel: P2PChannel) -> None:
+        self.channel = channel
         self._transport = transport
         self._coming: deque[tuple[int, Callable[[], tuple[Tensor, ...]]]] = deque()
         self._early: dict[int, tuple[Tensor, ...]] = {}
@@ -35,7 +35,7 @@ class Inbox:
         """most messages held at once, posted or early"""
 
     def begin(self, order: Sequence[int], messages: Mapping[int, Message]) -> None:
-        """A mini-batch begins: post the first receives of the micro-batches in `order`."""
+        """A global batch begins: post the first receives of the micro-batches in `order`."""
         assert self.idle, "the last mini-batch was not received to its end"
         self._messages = messages
         self._next = iter(order)
@@ -43,7 +43,7 @@ class Inbox:
 
     def _post(self, count: int) -> None:
         for microbatch in itertools.islice(self._next, count):
-            self._coming.append((microbatch, self._transport.receive(self.wire, self._messages[microbatch])))
+            self._coming.append((microbatch, self._transport.receive(self.channel, self._messages[microbatch])))
         self.peak = max(self.peak, len(self._coming) + len(self._early))
 
     def take(self, microbatch: int) -> tuple[Tensor, ...]:
@@ -62,12 +62,12 @@ class Inbox:
 class Outbox:
     """The sending end.
 
-    An activation that will be answered by its error is kept until `release`, which is called when the error has
+    An activation that will be answered by its gradient is kept until `release`, which is called when that has
     come: it was delivered then. Of what has no answer a window is kept and the oldest waited for.
     """
 
-    def __init__(self, transport: Transport, wire: Wire) -> None:
-        self.wire = wire
+    def __init__(self, transport: Transport, channel: P2PChannel) -> None:
+        self.channel = channel
         self._transport = transport
         self._answered = False
         self._under_way: dict[int, Callable[[], None]] = {}
@@ -75,13 +75,13 @@ class Outbox:
         """most messages under way at once"""
 
     def begin(self, *, answered: bool) -> None:
-        """A mini-batch begins, in which messages are answered or not."""
+        """A global batch begins, in which messages are answered or not."""
         assert self.idle, "the last mini-batch was not sent to its end"
         self._answered = answered
 
     def send(self, microbatch: int, values: Sequence[Tensor]) -> None:
         """Hand tensors over; returns at once unless the window is full."""
-        self._under_way[microbatch] = self._transport.send(self.wire, values)
+        self._under_way[microbatch] = self._transport.send(self.channel, values)
         self.peak = max(self.peak, len(self._under_way))
         while not self._answered and len(self._under_way) > WINDOW:
             self.release(next(iter(self._under_way)))

@@ -2,7 +2,7 @@
 
 gloo itself cannot read a GPU's memory ("Bad address", and the group is lost). Sending is: copy to the host behind
 the compute, on a stream of its own; a thread waits for the copy and then for gloo. Receiving is: gloo writes into
-pinned memory, a thread waits for it and queues the copy to the GPU. A wire and direction has its own stream and
+pinned memory, a thread waits for it and queues the copy to the GPU. A channel and direction has its own stream and
 thread, so that one that waits holds up no other.
 
 Pinned memory comes from torch's caching host allocator, because pinning takes milliseconds: it rounds to powers of
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapipe.torch.comm.channel import Message, Wire
+from bapipe.torch.comm.channel import Message, P2PChannel
 from bapipe.torch.comm.copy_stream import CopyStream
 from bapipe.torch.comm.gloo_channel import Posts
 from bapipe.torch.comm.packing import message_of, packed_size, unpacked
@@ -35,7 +35,7 @@ Landed = tuple[tuple[Tensor, ...], torch.cuda.Event]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """This rank's end of a wire."""
+    """This rank's end of a channel."""
 
     copies: CopyStream
     lane: WorkerThread
@@ -51,20 +51,20 @@ class StagedTransport:
         self._device = device
         self._timeout = timeout
         self._posts = Posts(timeout)
-        self._ends: dict[Wire, _End] = {}
+        self._ends: dict[P2PChannel, _End] = {}
         # Threads inside gloo when the process ends would abort it.
         atexit.register(self.close)
 
-    def _end(self, wire: Wire) -> _End:
-        if wire not in self._ends:
-            lane = WorkerThread(f"bapipe {wire.from_rank} to {wire.to_rank}, tag {wire.tag}")
-            self._ends[wire] = _End(copies=CopyStream(self._device), lane=lane)
-        return self._ends[wire]
+    def _end(self, channel: P2PChannel) -> _End:
+        if channel not in self._ends:
+            lane = WorkerThread(f"bapipe {channel.from_rank} to {channel.to_rank}, tag {channel.tag}")
+            self._ends[channel] = _End(copies=CopyStream(self._device), lane=lane)
+        return self._ends[channel]
 
-    def receive(self, wire: Wire, message: Message) -> Callable[[], tuple[Tensor, ...]]:
-        end, peer = self._end(wire), wire.from_rank
+    def receive(self, channel: P2PChannel, message: Message) -> Callable[[], tuple[Tensor, ...]]:
+        end, peer = self._end(channel), channel.from_rank
         host = self._pinned(packed_size(message))
-        work = self._posts.receive(host, peer, wire.tag)
+        work = self._posts.receive(host, peer, channel.tag)
 
         def land(landed: Future[Landed]) -> None:
             self._posts.wait(work, peer)
@@ -80,8 +80,8 @@ class StagedTransport:
 
         return wait
 
-    def send(self, wire: Wire, values: Sequence[Tensor]) -> Callable[[], None]:
-        end, peer = self._end(wire), wire.to_rank
+    def send(self, channel: P2PChannel, values: Sequence[Tensor]) -> Callable[[], None]:
+        end, peer = self._end(channel), channel.to_rank
         kept = [value.detach().contiguous() for value in values]
         message = message_of(kept)
         host = self._pinned(packed_size(message))
@@ -90,7 +90,7 @@ class StagedTransport:
         def deliver(delivered: Future[None]) -> None:
             copied.synchronize()
             kept.clear()
-            self._posts.wait(self._posts.send(host, peer, wire.tag), peer)
+            self._posts.wait(self._posts.send(host, peer, channel.tag), peer)
             delivered.set_result(None)
 
         delivered = end.lane.submit(deliver)

@@ -1,6 +1,6 @@
 """How a run that fails says so on one line: which rank on which host, stage, action, and why. Imports no torch.
 
-`bapipe.torch.health.watchdog` tells all ranks; for the launcher of `bapipe run` they also leave it in a file.
+`bapipe.torch.health.watchdog` lets all ranks know; for the launcher of `bapipe run` they also leave it in a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 _ENDED = re.compile(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+) ", re.MULTILINE)
 """two lines of torchrun's summary of each rank that failed"""
 _STOPPED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
-"""torchrun's last line when it was told to stop"""
+"""torchrun's last line when a signal stopped it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class Failure:
 class RunError(BaPipeError):
     """The run has failed; its message is the line that every rank prints."""
 
-    def __init__(self, failure: Failure, *, told: bool = False) -> None:
-        """`told`: the line has been printed already."""
+    def __init__(self, failure: Failure, *, reported: bool = False) -> None:
+        """`reported`: the line has been printed or logged already."""
         self.failure = failure
-        self.told = told
+        self.reported = reported
         super().__init__(failure.line)
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["end_with_parent", "told_parent", "watch_parent", "write_parent"]
+__all__ = ["end_with_parent", "noted_parent", "watch_parent", "write_parent"]
 
 _parent = os.getppid()
 """the process that started this one; its number when this module was imported"""
@@ -37,18 +37,18 @@ def end_with_parent(parent: int | None = None) -> None:
             prctl = ctypes.CDLL(None).prctl
             prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The kernel tells only of what happens from now on.
+    # The kernel's signal is only for what happens from now on.
     if os.getppid() != (_parent if parent is None else parent):
         _end()
     watch_parent(_end)
 
 
 def write_parent(process: int, folder: Path) -> None:
-    """Tell ranks, in the launcher's folder for notes, the number of the torchrun that starts them."""
+    """Leave for ranks, in the launcher's folder for notes, the number of the torchrun that starts them."""
     (folder / _FILE).write_text(str(process), encoding="ascii")
 
 
-def told_parent(arguments: Sequence[str]) -> int | None:
+def noted_parent(arguments: Sequence[str]) -> int | None:
     """What `write_parent` wrote in the folder that a rank is given by `--notes`; None if it is given none.
 
     Where the folder is no more, 0, which is nobody's parent: the launcher removes it when torchrun has ended.

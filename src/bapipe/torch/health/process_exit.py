@@ -1,9 +1,11 @@
-"""How a rank of a run that failed ends: its line told, its files gone, and no wait for what will never come."""
+"""How a rank of a run that failed ends: its line reported, its files gone, and no wait for what will never
+come."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import tempfile
@@ -17,9 +19,10 @@ __all__ = [
     "FAILED",
     "PREFIX",
     "clear_files",
-    "hide_told_errors",
+    "hide_reported_errors",
     "is_file_of",
     "leave",
+    "log_failure",
     "own_file",
     "print_failure",
 ]
@@ -30,6 +33,7 @@ FAILED: list[Failure] = []
 """why this process is to end; once it is not empty the process ends with its code"""
 _files: list[Path] = []
 _hidden = False
+_logger = logging.getLogger(__name__)
 
 
 def print_failure(failure: Failure, rank: int) -> None:
@@ -37,6 +41,12 @@ def print_failure(failure: Failure, rank: int) -> None:
     table = f"{failure.table}\n" if failure.table and failure.by == rank else ""
     sys.stderr.write(f"bapipe: {failure.line}\n{table}")
     sys.stderr.flush()
+
+
+def log_failure(failure: Failure, rank: int) -> None:
+    """As `print_failure`, in the log of whoever uses the library."""
+    table = f"\n{failure.table}" if failure.table and failure.by == rank else ""
+    _logger.error("%s%s", failure.line, table)
 
 
 def own_file(process: str) -> Path:
@@ -81,8 +91,8 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def hide_told_errors() -> None:
-    """An uncaught RunError that has been told needs no traceback; the hook that is there shows all others."""
+def hide_reported_errors() -> None:
+    """An uncaught RunError that has been reported needs no traceback; the hook that is there shows all others."""
     global _hidden
     if _hidden:
         return
@@ -90,7 +100,7 @@ def hide_told_errors() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (isinstance(error, RunError) and error.told):
+        if not (isinstance(error, RunError) and error.reported):
             before(kind, error, trace)
 
     sys.excepthook = hook

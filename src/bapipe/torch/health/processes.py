@@ -1,4 +1,4 @@
-"""Processes of this machine: which they are, whether they live, and word of SIGTERM while a call blocks."""
+"""Processes of this machine: which they are, whether they have ended, and signals while a call blocks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from bapipe.torch.comm.rank_agreement import machine_name
 __all__ = ["end_process", "has_ended", "on_termination", "own_machine", "own_process"]
 
 _NAME = re.compile(r"([1-9]\d{0,9}) (\d{0,20})")
-"""of a process: its number and its start, which not every system tells"""
+"""of a process: its number and its start, which not every system has"""
 _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 """what torchrun gives all its ranks and nobody else"""
-_heard: dict[int, Any] = {}
+_handled: dict[int, Any] = {}
 """signals that `on_termination` listens for, and what handled them before"""
 
 
@@ -33,7 +33,7 @@ def own_machine() -> str:
 
 
 def own_process() -> str:
-    """Number and start of this process; the start tells it from a later one of the same number."""
+    """Number and start of this process; the start distinguishes it from a later one of the same number."""
     return f"{os.getpid()} {_state(os.getpid())[1]}"
 
 
@@ -69,7 +69,7 @@ def end_process(process: str) -> bool:
     """Kill another rank of this run, as it named itself; returns whether it was done.
 
     The name comes from a store that others may write to. So it must be a process of this user that the same
-    torchrun has started for the same run, and the system must tell it from a later one of the same number.
+    torchrun has started for the same run, and the system must distinguish it from a later one of the same number.
     """
     named = _NAME.fullmatch(process)
     if named is None or not named[2] or not hasattr(os, "pidfd_open"):
@@ -119,41 +119,42 @@ def on_termination(call: Callable[[int], None], signals: Iterable[int] = (signal
     wanted = {number: handler for number, handler in wanted.items() if handler in usual}
     if not wanted:
         return False
-    ear, mouth = socket.socketpair()
-    mouth.setblocking(False)
-    before = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before)
         return False
-    _heard.update(wanted)
+    _handled.update(wanted)
     for number in wanted:
         signal.signal(number, lambda _number, _frame: None)
-    # A signal between the fork and the hook in the child would be heard by its parent: it is put off until then.
-    os.register_at_fork(before=_deaf, after_in_parent=_hearing, after_in_child=_as_before)
+    # A signal between the fork and the hook in the child would be handled by its parent: it is deferred until
+    # then.
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_as_before)
 
-    threading.Thread(target=_listen, args=(ear, mouth, call), name="bapipe signals", daemon=True).start()
+    threading.Thread(target=_listen, args=(reader, writer, call), name="bapipe signals", daemon=True).start()
     return True
 
 
-def _listen(ear: socket.socket, mouth: socket.socket, call: Callable[[int], None]) -> None:
-    """Both ends are open for as long as this runs: the system writes every signal's number into `mouth`."""
-    while mouth.fileno() >= 0:
-        for number in ear.recv(64):
-            if number in _heard:
+def _listen(reader: socket.socket, writer: socket.socket, call: Callable[[int], None]) -> None:
+    """Both ends are open for as long as this runs: the system writes every signal's number into `writer`."""
+    while writer.fileno() >= 0:
+        for number in reader.recv(64):
+            if number in _handled:
                 call(number)
 
 
-def _deaf() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, _heard)
+def _block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _handled)
 
 
-def _hearing() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _heard)
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _handled)
 
 
 def _as_before() -> None:
     """In a process that was forked; from a thread its main thread is that one, so both calls are allowed."""
     signal.set_wakeup_fd(-1)
-    for number, handler in _heard.items():
+    for number, handler in _handled.items():
         signal.signal(number, handler)
-    _hearing()
+    _unblock_signals()

@@ -1,7 +1,7 @@
 """What a rank is at and whom it waits for. Imports no torch.
 
-Every rank keeps the action it is at in a file, which outlives a rank that is killed, and tells the others twice a
-second (`bapipe.torch.health.watchdog`).
+Every rank keeps the action it is at in a file, which outlives a rank that is killed, and writes it for the
+others twice a second (`bapipe.torch.health.watchdog`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 QUIET = 2.0
-"""a rank tells twice a second what it is at; one that has not for so many seconds is stopped or gone"""
+"""a rank writes twice a second what it does; one that has not for so many seconds is stopped or gone"""
 _WORD = struct.Struct("<qqd")
 """the action (0: none, see `_code`), the step, and since when"""
 _TEXT = 96
@@ -66,13 +66,13 @@ class Progress:
         self.note("starting up")
 
     def begin(self, step: int) -> None:
-        """A new mini-batch."""
+        """A new global batch."""
         self.step = step
         self.note(f"before step {step}")
 
     @property
     def step(self) -> int:
-        """The mini-batch."""
+        """The global batch."""
         return self._numbers[1]
 
     @step.setter

@@ -1,9 +1,9 @@
 """Every rank watches the others: one that fails ends all of them within seconds, and each says on one line why.
 
-Twice a second a rank tells the store that the ranks met by (torchrun's, or rank 0's) what it is at and whom it
-waits for, and looks whether any rank has failed. A rank that fails, or loses a neighbour, leaves word there first.
-A rank that is killed says nothing: who lost it names it, with the last that was heard of it, which on one machine
-is exact (`bapipe.torch.health.rank_status.Progress`).
+Twice a second a rank writes into the store that the ranks met by (torchrun's, or rank 0's) what it does and whom
+it waits for, and looks whether any rank has failed. A rank that fails, or loses a neighbour, leaves word there
+first. A rank that is killed says nothing: who lost it names it, with the last that was heard of it, which on one
+machine is exact (`bapipe.torch.health.rank_status.Progress`).
 
     rank 1 is killed     rank 0, rank 2   LinkError at once; the first one leaves word
                          rank 3           reads it within 0.2 s, even while it computes
@@ -14,43 +14,38 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from bapipe.io.files import dump_json
 from bapipe.torch.comm import LinkError
-from bapipe.torch.health.failure import Failure, RunError, parse_failure
+from bapipe.torch.health.failure import Failure, RunError
 from bapipe.torch.health.parent_death import watch_parent
 from bapipe.torch.health.process_exit import (
     FAILED,
-    PREFIX,
     clear_files,
-    hide_told_errors,
-    is_file_of,
+    hide_reported_errors,
     leave,
+    log_failure,
     own_file,
-    print_failure,
 )
-from bapipe.torch.health.processes import end_process, has_ended, on_termination, own_machine, own_process
+from bapipe.torch.health.processes import end_process, on_termination, own_machine, own_process
+from bapipe.torch.health.rank_notes import GRACE, RankNotes
 from bapipe.torch.health.rank_status import (
     QUIET,
     Progress,
     Status,
     culprit,
     located,
-    parse_status,
-    read_progress,
     status_table,
 )
 from bapipe.torch.health.rank_store import RankStore
@@ -61,10 +56,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch"]
 
+_logger = logging.getLogger(__name__)
 _LOOK = 0.2
-"""seconds between two looks at the store; every second one tells it what this rank is at"""
-_BETTER_WORD = 1.0
-"""seconds to wait for who knows better, where a rank that seems lost may only have given up on another one"""
+"""seconds between two looks at the store; at every second one it writes what this rank does"""
 _LATE = 1.0
 """seconds after the timeout in which a rank that waits should have found out by itself"""
 _LAST_WORDS = 3.0
@@ -72,7 +66,7 @@ _LAST_WORDS = 3.0
 
 
 class Watch:
-    """This rank's eye on the others; made on every rank once there is a process group."""
+    """Watches the other ranks; made on every rank once there is a process group."""
 
     def __init__(
         self,
@@ -80,7 +74,7 @@ class Watch:
         *,
         timeout: float,
         progress: Progress | None = None,
-        report: Callable[[Failure, int], None] = print_failure,
+        report: Callable[[Failure, int], None] = log_failure,
         signals: Sequence[int] = (signal.SIGTERM,),
     ) -> None:
         """`stages` are those of every rank. `report` is called where another rank's failure ends this one.
@@ -105,10 +99,11 @@ class Watch:
         self._reported = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._board = RankStore.connect()
-        looking = None if self._board is None else RankStore.connect()
+        store = RankStore.connect()
+        self._notes = RankNotes(store, ranks=len(self._stages), status=self._status, own_file=self.progress.path)
+        looking = None if store is None else RankStore.connect()
         if looking is not None:
-            hide_told_errors()
+            hide_reported_errors()
             self._thread = threading.Thread(target=self._look, args=(looking,), name="bapipe watch", daemon=True)
             self._thread.start()
         if looking is not None or len(signals) > 1:
@@ -127,7 +122,7 @@ class Watch:
         clear_files()
 
     def follow(self, executor: Executor) -> None:
-        """Whose waits to tell the others of."""
+        """Whose waits the others come to know of."""
         self._executor = weakref.ref(executor)
 
     @contextlib.contextmanager
@@ -149,30 +144,28 @@ class Watch:
             yield
         except (ActionError, LinkError) as error:
             failure = self._fail(error)
-            raise RunError(failure, told=failure.lost or failure.rank != self.rank) from error
+            raise RunError(failure, reported=failure.lost or failure.rank != self.rank) from error
         except RunError:
             raise
         except Exception as error:
-            self._say_last(one_line(error))
+            self._notes.write_last_words(self.rank, one_line(error))
             raise
-
-    def _say_last(self, words: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            if self._board is not None:
-                self._board.write(f"words/{self.rank}", words)
 
     def _fail(self, error: ActionError | LinkError) -> Failure:
         cause = error.cause if isinstance(error, ActionError) else error
         if not isinstance(cause, LinkError):
             assert isinstance(error, ActionError)
             own = self._failure(self.rank, self._status(), error.reason, lost=False)
-            self._agree(own)
+            self._notes.agree(own)
             if len(self._stages) > 1:
                 FAILED.append(own)
             return own
-        failure = self._known() or (self._give_up(cause.peer) if cause.late else self._agree(self._lost(cause)))
-        self._tell(failure)
-        self._remove_file(failure)
+        failure = self._notes.failure() or (
+            self._give_up(cause.peer) if cause.late else self._notes.agree(self._lost(cause))
+        )
+        self._report_once(failure)
+        if failure.lost and failure.by == self.rank:
+            self._notes.remove_file_of(failure.rank)
         return failure
 
     def _failure(
@@ -184,54 +177,30 @@ class Watch:
 
     def _lost(self, cause: LinkError) -> Failure:
         """A neighbour's end is broken off: either it has ended, or it gave up on another one."""
-        rank, patience = cause.peer, time.monotonic() + _BETTER_WORD
+        rank, patience = cause.peer, time.monotonic() + GRACE
         while time.monotonic() < patience:
-            known = self._known()
+            known = self._notes.failure()
             if known is not None:
                 return known
-            ended = self._ended()
+            ended = self._notes.ended()
             if rank in ended or (rank is None and ended):
                 rank = ended[0] if rank is None else rank
                 break
             time.sleep(0.02)
         if rank is None:
-            rank = self._silent()
+            rank = self._notes.silent()
         if rank is None:
             return self._failure(self.rank, self._status(), str(cause))
         at = self.progress.current[0]
-        words = self._words(rank)
+        words = self._notes.last_words(rank)
         reason = words or f"has ended or cannot be reached; rank {self.rank} noticed at {at}"
-        return self._failure(rank, self._seen().get(rank), reason)
-
-    def _remove_file(self, failure: Failure) -> None:
-        """A rank that was killed could not remove its file: who noticed does, if it is one of `own_file`."""
-        status = self._seen().get(failure.rank) if failure.lost and failure.by == self.rank else None
-        if status is None or status.rank == self.rank or not self._is_here(status):
-            return
-        path, patience = Path(status.progress), time.monotonic() + _BETTER_WORD
-        if not path.name.startswith(PREFIX):
-            return  # the launcher's to remove
-        while not has_ended(status.process) and time.monotonic() < patience:
-            time.sleep(0.02)
-        if has_ended(status.process) and read_progress(path) is not None:
-            path.unlink(missing_ok=True)
-
-    def _silent(self) -> int | None:
-        """The rank of which nothing is heard any more, on another machine, once it is the only one."""
-        patience = time.monotonic() + QUIET
-        while time.monotonic() < patience:
-            time.sleep(0.1)
-            now = time.time()
-            silent = [rank for rank, status in self._seen().items() if now - status.said > QUIET]
-            if silent:
-                return silent[0]
-        return None
+        return self._failure(rank, self._notes.statuses().get(rank), reason)
 
     def _give_up(self, peer: int | None) -> Failure:
         """A rank did not answer in time. One that is stopped is ended, if it is here: torchrun would wait 30 s."""
-        seen, now = self._seen(), time.time()
+        seen, now = self._notes.statuses(), time.time()
         rank = culprit(seen, peer, now=now)
-        failure = self._agree(self._late(rank, seen, now))
+        failure = self._notes.agree(self._late(rank, seen, now))
         status = None if rank is None else seen.get(rank)
         if status is not None and status.machine == self._machine and now - status.said > QUIET:
             end_process(status.process)
@@ -250,12 +219,12 @@ class Watch:
         at, stage, since = self.progress.current
         executor = None if self._executor is None else self._executor()
         waits, waits_rank = (f"all ranks ({self._meeting})", None) if self._meeting else ("", None)
-        wire = None if executor is None or self._meeting else executor.waiting
-        if executor is not None and wire is not None and executor.current is not None:
+        channel = None if executor is None or self._meeting else executor.waiting
+        if executor is not None and channel is not None and executor.current is not None:
             number = executor.current.microbatch
-            maker = f"{wire.boundary}F{number}" if wire.onward else f"{wire.boundary + 1}B{number}"
-            waits_rank = wire.from_rank if wire.to_rank == self.rank else wire.to_rank
-            waits = f"rank {waits_rank} ({maker if wire.to_rank == self.rank else f'to take {maker}'})"
+            maker = f"{channel.boundary}F{number}" if channel.onward else f"{channel.boundary + 1}B{number}"
+            waits_rank = channel.from_rank if channel.to_rank == self.rank else channel.to_rank
+            waits = f"rank {waits_rank} ({maker if channel.to_rank == self.rank else f'to take {maker}'})"
         key = (at, waits) if waits else None
         if key != self._waiting[0]:
             self._waiting = (key, time.time())
@@ -274,65 +243,14 @@ class Watch:
             progress="" if self.progress.path is None else str(self.progress.path),
         )
 
-    def _seen(self) -> dict[int, Status]:
-        """What the ranks last said; of those on this machine what they are at now."""
-        found = {self.rank: self._status()}
-        with contextlib.suppress(RuntimeError):
-            for rank in range(len(self._stages)):
-                said = None if rank == self.rank or self._board is None else self._board.read(f"at/{rank}")
-                status = None if said is None else parse_status(said, rank, ranks=len(self._stages))
-                if status is not None:
-                    found[rank] = self._exact(status)
-        return found
-
-    def _exact(self, status: Status) -> Status:
-        if not self._is_here(status):
-            return status
-        known = read_progress(Path(status.progress))
-        if known is None or known[0] == status.at:
-            return status
-        return replace(status, at=known[0], stage=known[1], since=known[2], waits="", waits_rank=None)
-
-    def _is_here(self, status: Status) -> bool:
-        """Whether the file with what a rank is at can be read from here, and is that rank's."""
-        return status.machine == self._machine and is_file_of(status, self.progress.path)
-
-    def _ended(self) -> list[int]:
-        """Ranks of this machine whose process is no more."""
-        return [
-            rank
-            for rank, status in self._seen().items()
-            if status.machine == self._machine and has_ended(status.process)
-        ]
-
-    def _words(self, rank: int) -> str:
-        """What a rank last said before it ended, if it did."""
-        with contextlib.suppress(RuntimeError):
-            return (None if self._board is None else self._board.read(f"words/{rank}")) or ""
-        return ""
-
-    def _known(self) -> Failure | None:
-        """The failure that ended the run, if there was one."""
-        with contextlib.suppress(RuntimeError):
-            said = None if self._board is None else self._board.read("failure")
-            return None if said is None else self._decoded(said)
-        return None
-
-    def _agree(self, failure: Failure) -> Failure:
-        """Leave word; the first one counts on all ranks."""
-        with contextlib.suppress(RuntimeError):
-            if self._board is not None:
-                return self._decoded(self._board.first("failure", dump_json(failure)))
-        return failure
-
-    def _tell(self, failure: Failure) -> None:
+    def _report_once(self, failure: Failure) -> None:
         """Report the failure once, whichever thread comes first; the process is to end."""
         if self._reported.acquire(blocking=False):
             self._report(failure, self.rank)
             FAILED.append(failure)
 
     def _look(self, board: RankStore) -> None:
-        """The thread: tell, look, and end the process when another rank has failed."""
+        """The thread: write, look, and end the process when another rank has failed."""
         turn = 0
         while not self._stop.wait(_LOOK):
             if self._executor is not None and self._executor() is None:
@@ -344,9 +262,10 @@ class Watch:
                 turn += 1
                 said = board.read("failure")
             except RuntimeError:
-                # The store has gone with its host; ranks there are neighbours of ours or of those who will tell.
+                # The store has gone with its host; ranks there are neighbours of ours or of ranks that will
+                # report.
                 return
-            known = None if said is None else self._decoded(said)
+            known = None if said is None else self._notes.decoded(said)
             if known is None and self._overdue():
                 known = self._give_up(status.waits_rank)
             if known is not None:
@@ -364,7 +283,7 @@ class Watch:
             return
         if FAILED or failure.by == self.rank:
             self._stop.wait(_LAST_WORDS)
-        self._tell(failure)
+        self._report_once(failure)
         leave(failure.code)
 
     def _terminated(self, number: int) -> None:
@@ -373,18 +292,22 @@ class Watch:
             leave(128 + number)
         if self.stop_signal:
             return  # torchrun, and who stops all of a job's processes, send it once more
-        patience = time.monotonic() + _BETTER_WORD
+        patience = time.monotonic() + GRACE
         failure: Failure | None = FAILED[0] if FAILED else None
         while failure is None and time.monotonic() < patience:
-            failure = self._known()
+            failure = self._notes.failure()
             if failure is None:
                 time.sleep(0.05)
         if failure is None:
-            ended = self._ended()
-            spoke = [rank for rank in range(len(self._stages)) if rank != self.rank and self._words(rank)]
+            ended = self._notes.ended()
+            spoke = [
+                rank for rank in range(len(self._stages)) if rank != self.rank and self._notes.last_words(rank)
+            ]
             rank = next(iter(ended or spoke), None)
             if rank is not None:
-                failure = self._failure(rank, self._seen().get(rank), self._words(rank) or "has ended")
+                failure = self._failure(
+                    rank, self._notes.statuses().get(rank), self._notes.last_words(rank) or "has ended"
+                )
         if failure is not None:
             self._end(failure)
             time.sleep(_LAST_WORDS)
@@ -392,14 +315,10 @@ class Watch:
             self.stop_signal = number
             return
         # Nobody failed, or it was this rank, which had the time to say so: end as shells say it of this signal.
-        self._say_last(f"was told to stop by {signal.Signals(number).name}")
+        self._notes.write_last_words(self.rank, f"was stopped by {signal.Signals(number).name}")
         leave(128 + number)
 
     def _abandoned(self) -> None:
         """torchrun has ended without its ranks, and with it the store."""
-        with contextlib.suppress(OSError, ValueError):
-            print(f"bapipe: rank {self.rank} ends, because torchrun, which started it, has ended", file=sys.stderr)
+        _logger.error("rank %d ends, because torchrun, which started it, has ended", self.rank)
         leave(1)
-
-    def _decoded(self, said: str) -> Failure:
-        return parse_failure(said, ranks=len(self._stages))

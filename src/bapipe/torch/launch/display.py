@@ -42,8 +42,14 @@ class Display:
         """whether the cursor stands in a line that will be rewritten"""
         self._writer = None if tensorboard is None else _summary_writer(tensorboard)
 
-    def step(self, record: StepRecord, bubble: float) -> None:
-        """One more step is done."""
+    def progress(self, text: str) -> None:
+        """What goes on before the first step: on a terminal, a line that the next one replaces."""
+        if self._terminal:
+            self._write(f"\r\x1b[2K{text} …")
+            self._open = True
+
+    def step(self, record: StepRecord, bubble: float | None) -> None:
+        """One more step is done; its bubble is None where nothing is traced."""
         figures = {
             "step": record.step,
             "loss": record.loss if record.loss is not None and math.isfinite(record.loss) else None,
@@ -62,7 +68,8 @@ class Display:
         line = (
             f"step {record.step}  loss {math.nan if record.loss is None else record.loss:.6f}  "
             f"{format_seconds(record.seconds)}  {figures['samples_per_second']:.1f} samples/s  "
-            f"bubble {bubble:.1%}  {figures['measured_over_predicted']:.2f}x predicted"
+            f"{'' if bubble is None else f'bubble {bubble:.1%}  '}"
+            f"{figures['measured_over_predicted']:.2f}x predicted"
         )
         if not self._terminal:
             self._write(f"{line}\n")

@@ -12,8 +12,9 @@ from bapipe.hardware.cluster import Cluster
 from bapipe.planner import Request, explore, make_plan
 from bapipe.records.plan import Plan, write_plan
 from bapipe.torch.checkpoint.checkpoint_folder import latest
-from bapipe.torch.launch.launcher import attempt, check_gpus, check_run, print_line, worker_arguments
+from bapipe.torch.launch.launcher import attempt, check_here, check_run, print_line, worker_arguments
 from bapipe.torch.launch.run_options import RunOptions
+from bapipe.torch.runtime.plan_checks import check_plan
 from bapipe.units import format_seconds
 
 __all__ = ["describe_change", "launch_elastic", "plan_without", "without_accelerator"]
@@ -22,30 +23,31 @@ __all__ = ["describe_change", "launch_elastic", "plan_without", "without_acceler
 def launch_elastic(plan_path: str | Path, options: RunOptions, *, profile: str | Path) -> int:
     """As `launch`, but where a rank is killed or does not answer, its accelerator is given up and the run goes on.
 
-    The rest of the cluster is planned anew from the profile, for the same mini-batch; what changed is printed, the
-    new plan is left beside the checkpoints, and training resumes from the last complete one, or from the start if
-    there is none. A rank that fails of itself, by an exception in the model or an input that is refused, ends the
-    run as always. The options must have `saving`. Returns the exit code.
+    The rest of the cluster is planned anew from the profile, for the same global batch; what changed is printed,
+    the new plan is left beside the checkpoints, and training resumes from the last complete one, or from the
+    start if there is none. A rank that fails of itself, by an exception in the model or an input that is
+    refused, ends the run as always. The options must have `saving`. Returns the exit code.
     """
-    plan, _ = check_run(plan_path, options)
+    runnable = check_run(plan_path, options)
     saving = options.saving
     if saving is None:
         raise BaPipeError("a run that plans again goes on from checkpoints, and none are saved; give --checkpoint")
     costs, path = read_profile(profile), Path(plan_path)
-    _check_profile(plan, costs)
-    check_gpus(plan, options.device)
-    saving.check(comparing=options.check)
+    _check_profile(runnable.plan, costs)
+    check_here(runnable, options)
     code_folder = ["--code", str(path.resolve().parent)]
     while True:
-        failure = attempt(path, [*worker_arguments(path, options), *code_folder])
+        failure = attempt(runnable, [*worker_arguments(path, options), *code_folder])
         if failure is None:
             return 0
         print_line(failure)
         if not failure.lost:
             return failure.code
+        plan = runnable.plan
         lost = plan.ranks[failure.rank]
         try:
             after = plan_without(plan, costs, lost)
+            runnable = check_plan(after)
         except BaPipeError as error:
             print(f"bapipe: without {lost} the run cannot go on: {error}", file=sys.stderr)
             return failure.code
@@ -55,7 +57,7 @@ def launch_elastic(plan_path: str | Path, options: RunOptions, *, profile: str |
         found = latest(saving.folder)
         start = f"training goes on from {found}" if found else "no checkpoint is complete; training starts again"
         print(f"{describe_change(plan, after, lost)}\n{start} by {path}", flush=True)
-        plan, options = after, replace(options, saving=saving.resumed())
+        options = replace(options, saving=saving.resumed())
 
 
 def _check_profile(plan: Plan, profile: Profile) -> None:
@@ -83,7 +85,7 @@ def without_accelerator(cluster: Cluster, name: str) -> Cluster:
 
 
 def plan_without(plan: Plan, profile: Profile, lost: str) -> Plan:
-    """The best plan that the runtime runs on the cluster without the lost accelerator, for the same mini-batch.
+    """The best plan that the runtime runs on the cluster without the lost accelerator, for the same global batch.
 
     Micro-batches keep their size where a plan with them fits, because dropout and batch-norm depend on it: so the
     training stays the same. The optimizer, the model and its arguments are the plan's.

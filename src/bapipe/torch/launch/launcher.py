@@ -10,42 +10,63 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan, read_plan
-from bapipe.schedule.actions import Schedule
+from bapipe.torch.checkpoint.checkpoint_checks import check_saving
+from bapipe.torch.checkpoint.checkpoint_folder import latest
 from bapipe.torch.health.failure import Failure, explain
 from bapipe.torch.health.parent_death import write_parent
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.launch.supervise import Ended, grace, supervise
 from bapipe.torch.runtime.plan_checks import (
+    RunnablePlan,
+    check_plan,
     describe_need,
     missing_gpus,
     ranks_on_gpus,
-    runnable_schedule,
     threads_per_rank,
 )
 
-__all__ = ["attempt", "check_gpus", "check_run", "launch", "print_line", "start_script", "worker_arguments"]
+__all__ = [
+    "attempt",
+    "check_gpus",
+    "check_here",
+    "check_run",
+    "launch",
+    "print_line",
+    "run_checked",
+    "start_script",
+    "worker_arguments",
+]
 
 _MARK = "\x1f"
 """torchrun puts this before what a rank writes on standard error, to tell it from what torchrun itself writes"""
 
 
-def check_run(plan_path: str | Path, options: RunOptions) -> tuple[Plan, Schedule]:
-    """Refuse, before any process starts, what cannot be run; the plan and the schedule of what can."""
+def check_run(plan_path: str | Path, options: RunOptions) -> RunnablePlan:
+    """Refuse, before any process starts, what cannot be run anywhere; the plan of what can."""
     if importlib.util.find_spec("torch") is None:
         raise BaPipeError("running a plan needs torch, which is not installed; pip install 'bapipe[torch]'")
-    plan = read_plan(plan_path)
-    schedule = runnable_schedule(plan)
-    if options.steps < 1:
-        raise BaPipeError(f"a run needs at least 1 step, got {options.steps}; raise --steps")
-    if not options.timeout > 0:
-        raise BaPipeError(f"the timeout must be more than 0 s, got {options.timeout:g}; raise --timeout")
+    runnable = check_plan(read_plan(plan_path))
     if options.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise BaPipeError("--tensorboard needs tensorboard, which is not installed; pip install tensorboard")
-    return plan, schedule
+    if options.saving is not None and not runnable.schedule.flushes:
+        raise BaPipeError(
+            "a pipedream run keeps several versions of its weights, which are not saved; leave --checkpoint out"
+        )
+    return runnable
+
+
+def check_here(runnable: RunnablePlan, options: RunOptions) -> None:
+    """Refuse, before any process starts, what cannot be run on this machine: its folders and its GPUs."""
+    if options.out is not None and not options.out.resolve().parent.is_dir():
+        raise BaPipeError(f"{options.out} is in a folder that does not exist; make it first")
+    if options.saving is not None:
+        check_saving(options.saving, comparing=options.check)
+    check_gpus(runnable.plan, options.device)
 
 
 def check_gpus(plan: Plan, device: str | None) -> None:
@@ -73,7 +94,7 @@ def check_gpus(plan: Plan, device: str | None) -> None:
 
 def worker_arguments(plan_path: str | Path, options: RunOptions) -> list[str]:
     """What torchrun is given to start a rank of this run."""
-    return ["-m", "bapipe.torch.launch.worker", str(plan_path), *options.arguments()]
+    return ["-m", "bapipe.torch.launch.worker", str(plan_path), options.to_json()]
 
 
 def launch(plan_path: str | Path, options: RunOptions, *, restarts: int = 0) -> int:
@@ -82,62 +103,71 @@ def launch(plan_path: str | Path, options: RunOptions, *, restarts: int = 0) -> 
     The ranks' output goes to this process's own. What makes the run fail is printed on standard error as one line
     that names rank, host, stage and action; of a rank that does not answer, with what every rank was at. All ranks
     run on this machine, whatever nodes the cluster has. With `restarts` all ranks are started again, so many times
-    at most, when one fails; they go on from the last checkpoint.
+    at most, when one fails; a line says which and why, and they go on from the last checkpoint.
 
     SIGTERM, SIGHUP and SIGINT stop the ranks, which first save themselves if the options say so (not at SIGINT);
     the process then ends by SystemExit with 128 + the signal's number, or by KeyboardInterrupt.
     """
-    plan, schedule = check_run(plan_path, options)
-    if options.out is not None and not Path(options.out).resolve().parent.is_dir():
-        raise BaPipeError(f"{options.out} is in a folder that does not exist; make it first")
-    if options.saving is not None:
-        options.saving.check(comparing=options.check)
-        if not schedule.flushes:
-            raise BaPipeError(
-                "a pipedream run keeps several versions of its weights, which are not saved; leave "
-                "--checkpoint out"
-            )
-    check_gpus(plan, options.device)
-    failure = attempt(plan_path, worker_arguments(plan_path, options), restarts=restarts)
-    if failure is None:
-        return 0
-    print_line(failure)
-    return failure.code
+    runnable = check_run(plan_path, options)
+    check_here(runnable, options)
+    return run_checked(runnable, plan_path, options, restarts=restarts)
 
 
-def attempt(plan_path: str | Path, arguments: Sequence[str], *, restarts: int = 0) -> Failure | None:
+def run_checked(runnable: RunnablePlan, plan_path: str | Path, options: RunOptions, *, restarts: int = 0) -> int:
+    """As `launch`, of what `check_run` and `check_here` have accepted."""
+    done = 0
+    while (failure := attempt(runnable, worker_arguments(plan_path, options))) is not None:
+        if done == restarts or not _may_pass(failure):
+            print_line(failure)
+            return failure.code
+        done += 1
+        if options.saving is not None:
+            options = replace(options, saving=options.saving.resumed())
+        print(f"bapipe: {failure.line}; {_restart(options, done, restarts)}", file=sys.stderr, flush=True)
+    return 0
+
+
+def _may_pass(failure: Failure) -> bool:
+    """Whether another attempt may go better: input that was refused will be refused again."""
+    return failure.code == 1
+
+
+def _restart(options: RunOptions, number: int, restarts: int) -> str:
+    found = None if options.saving is None else latest(options.saving.folder)
+    start = "from the start" if found is None else f"from {found}"
+    return f"restart {number} of {restarts}, {start}"
+
+
+def attempt(runnable: RunnablePlan, arguments: Sequence[str]) -> Failure | None:
     """Start the ranks of a plan with these arguments and wait; why it failed, or None.
 
-    Where this process was told to stop by a signal it says so and raises, as `launch`.
+    Where a signal stops this process it says so and raises, as `launch`.
     """
-    schedule = runnable_schedule(read_plan(plan_path))
-    ranks = schedule.num_ranks
+    stages = runnable.stages_by_rank()
     with tempfile.TemporaryDirectory(prefix="bapipe-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         logs = ["--tee", "2", "--log-dir", name]
-        logs += ["--max-restarts", str(restarts)] if restarts else []
         ended = supervise(
-            [*_torchrun(ranks), *logs, *arguments, "--notes", name],
-            _environment(ranks),
+            [*_torchrun(len(stages)), *logs, *arguments, "--notes", name],
+            _environment(len(stages)),
             started=lambda process: write_parent(process, folder),
             keeps=_is_torchruns,
         )
-        stages = [schedule.stages_of(rank) for rank in range(ranks)]
         failure = explain(folder, stages=stages, host=socket.gethostname(), summary=ended.output, code=ended.code)
-    if ended.told is not None:
+    if ended.stopped_by is not None:
         _stop(ended, "" if failure is None or failure.code <= 128 else failure.line)
     return failure
 
 
 def _stop(ended: Ended, said: str = "") -> None:
-    """End this process as it was told to; `said` is what the ranks had to say."""
-    assert ended.told is not None
+    """End this process as the signal asks; `said` is what the ranks had to say."""
+    assert ended.stopped_by is not None
     killed = f"; what had not ended after at most {grace():g} s was killed" if ended.killed else ""
-    line = said or f"stopped by {ended.told.name}{killed}"
+    line = said or f"stopped by {ended.stopped_by.name}{killed}"
     print(f"bapipe: {line}", file=sys.stderr)
-    if ended.told is signal.SIGINT:
+    if ended.stopped_by is signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + ended.told)
+    raise SystemExit(128 + ended.stopped_by)
 
 
 def print_line(failure: Failure) -> None:
@@ -152,7 +182,7 @@ def start_script(ranks: int, program: Sequence[str]) -> int:
     if not Path(program[0]).is_file():
         raise BaPipeError(f"there is no script {program[0]}; check the path")
     ended = supervise([*_torchrun(ranks), *program], _environment(ranks))
-    if ended.told is not None:
+    if ended.stopped_by is not None:
         _stop(ended)
     return ended.code if ended.code >= 0 else 128 - ended.code
 

@@ -1,30 +1,35 @@
-"""The options of a run, from `bapipe run` through the launcher to every rank. Imports no torch."""
+"""The options of a run, from `bapipe run` through the launcher to every rank. Imports no torch.
+
+A new option is one field here and one click option of the same name in `bapipe.cli.run`: ranks get all fields that
+do not have their default as one JSON argument.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    # `bapipe --help` imports the options of every command, and Saving brings the file formats with it.
-    from bapipe.torch.checkpoint.checkpoint_options import Saving
+from bapipe.errors import BaPipeError
+from bapipe.io.decode import decode
+from bapipe.torch.checkpoint.checkpoint_options import Saving
 
-__all__ = ["RunOptions"]
+__all__ = ["RunOptions", "parse_options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How to run a plan. Nothing is checked here: `check_run` and the ranks refuse what cannot be run."""
+    """How to run a plan; `check_run` and the ranks refuse what cannot be run of it."""
 
     steps: int = 3
-    """mini-batches to train"""
+    """global batches to train"""
     check: bool = False
     """whether to compare every gradient with training in one process"""
-    out: str | Path | None = None
+    out: Path | None = None
     """where to write run.json; None: nowhere"""
     seed: int = 0
-    """of weights and data"""
+    """of weights and data: global batch s is made with seed + 1 + s"""
     learning_rate: float = 0.01
     """the optimizer's"""
     timeout: float = 300.0
@@ -35,22 +40,46 @@ class RunOptions:
     """how tensors get from rank to rank"""
     device: str | None = None
     """cpu or cuda; None: what the plan has for each rank"""
+    trace: bool = True
+    """whether start and end of every action are recorded, for run.json's timeline and a step's bubble"""
     vertical_sync: bool = False
     """of a PipeDream plan: whether all stages use the version of the weights that stage 0 has"""
     as_json: bool = False
     """whether to print a JSON object per step"""
-    tensorboard: str | Path | None = None
+    tensorboard: Path | None = None
     """folder to write every step's figures into for TensorBoard; None: they are not written"""
     saving: Saving | None = None
     """None: the run is not saved"""
 
-    def arguments(self) -> list[str]:
-        """For a rank, after its plan: `bapipe.torch.launch.worker` reads them."""
-        arguments = ["--steps", str(self.steps), "--seed", str(self.seed)]
-        arguments += ["--learning-rate", str(self.learning_rate), "--timeout", f"{self.timeout:g}"]
-        arguments += ["--data", self.data, "--transport", self.transport]
-        flags = {"check": self.check, "vertical-sync": self.vertical_sync, "json": self.as_json}
-        arguments += [f"--{name}" for name, wanted in flags.items() if wanted]
-        for name, value in (("device", self.device), ("out", self.out), ("tensorboard", self.tensorboard)):
-            arguments += [] if value is None else [f"--{name}", str(value)]
-        return arguments + ([] if self.saving is None else self.saving.arguments())
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise BaPipeError(f"a run needs at least 1 step, got {self.steps}; raise --steps")
+        if not self.timeout > 0:
+            raise BaPipeError(f"the timeout must be more than 0 s, got {self.timeout:g}; raise --timeout")
+
+    def to_json(self) -> str:
+        """One line for a command line, without the fields that have their default; `parse_options` reads it."""
+        return json.dumps(_changed(self), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _changed(value: Any) -> Any:
+    """A dataclass as a table of the fields that do not have their default."""
+    if isinstance(value, Path):
+        return str(value)
+    if not is_dataclass(value):
+        return value
+    given = ((field, getattr(value, field.name)) for field in fields(value))
+    return {
+        field.name: _changed(item) for field, item in given if field.default is MISSING or item != field.default
+    }
+
+
+def parse_options(text: str) -> RunOptions:
+    """What `RunOptions.to_json` wrote; BaPipeError for anything else."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BaPipeError(
+            f"the options of a run are JSON, got {text[:60]!r}; give what bapipe launch --print writes"
+        ) from None
+    return decode(RunOptions, data, where="the options of the run")

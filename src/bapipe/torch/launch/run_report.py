@@ -30,13 +30,14 @@ class RankReport:
     """its stage, where `peak_live` is one number"""
     host: str
     events: tuple[tuple[str, float, float], ...]
-    """action, start and end; of an all-reduce its end counts, and the end of the stage's last backward"""
+    """action, start and end, none where nothing was traced; of an all-reduce its end counts, and the end of the
+    stage's last backward"""
     sent: dict[str, tuple[int, float]]
     """action -> the rank its result went to, and when"""
     arrived: dict[str, float]
     """action of a neighbour -> when its result was in hand"""
     peak_live: Mapping[int, int] | int
-    """stage -> most micro-batches live at once, or that of `stage`, its only one"""
+    """stage -> most micro-batches in flight at once, or that of `stage`, its only one"""
     peak_memory: int | None
     memory_source: MemorySource | None = None
     """what `peak_memory` counts; None: resident on a CPU, allocated on any other device"""
@@ -44,10 +45,10 @@ class RankReport:
     """what it computed on: `cpu`, `cuda`, or the name that the GPU gives itself"""
 
     def live_by_stage(self) -> Mapping[int, int]:
-        """Stage -> most micro-batches live at once on this rank."""
+        """Stage -> most micro-batches in flight at once on this rank."""
         if not isinstance(self.peak_live, int):
             return self.peak_live
-        assert self.stage is not None, "one number of live micro-batches needs the stage it is of"
+        assert self.stage is not None, "one number of micro-batches in flight needs the stage it is of"
         return {self.stage: self.peak_live}
 
 
@@ -73,7 +74,7 @@ def make_record(
 ) -> RunRecord:
     """The record of a run. `steps` are loss and seconds of each, from `first_step` on; `transport` carried all."""
     ranks = sorted(reports, key=lambda report: report.rank)
-    zero = min(start for report in ranks for _, start, _ in report.events)
+    zero = min((start for report in ranks for _, start, _ in report.events), default=0.0)
 
     def since(at: float) -> float:
         """Seconds since the first action; clocks say no more than nanoseconds."""
@@ -111,7 +112,9 @@ def make_record(
             TransferRecord(action=action, to_rank=peer, start=since(sent), arrival=since(arrived[action]))
             for report in ranks
             for action, (peer, sent) in report.sent.items()
-        ),
+        )
+        if any(report.events for report in ranks)
+        else None,
         peak_live=tuple(live[stage] for stage in sorted(live)),
         peak_memory=tuple(report.peak_memory for report in ranks),
         memory_source=tuple(

@@ -35,8 +35,8 @@ class Ended:
     """How torchrun ended."""
 
     code: int
-    told: signal.Signals | None
-    """the signal that this process was told to stop by"""
+    stopped_by: signal.Signals | None
+    """the signal that stopped this process; None: it ended by itself"""
     killed: bool
     """whether all that it had started had to be killed"""
     output: str
@@ -44,7 +44,7 @@ class Ended:
 
 
 def grace() -> float:
-    """Seconds after which a run that was told to stop is killed."""
+    """Seconds after a signal until what is left of a run is killed."""
     try:
         own = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN))
     except ValueError:
@@ -90,22 +90,22 @@ def supervise(
             stop.end()
             if process.stderr is not None:
                 process.stderr.close()
-    return Ended(code=process.returncode, told=stop.told, killed=stop.killed, output="".join(own))
+    return Ended(code=process.returncode, stopped_by=stop.signal, killed=stop.killed, output="".join(own))
 
 
 class _Stop:
-    """What happens to torchrun when this process is told to stop."""
+    """What happens to torchrun when a signal stops this process."""
 
     def __init__(self) -> None:
-        self.told: signal.Signals | None = None
+        self.signal: signal.Signals | None = None
         self.killed = False
         self._process: subprocess.Popen[str] | None = None
         self._at = 0.0
         self._timer: threading.Timer | None = None
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.told is None:
-            self.told, self._at = signal.Signals(number), time.monotonic()
+        if self.signal is None:
+            self.signal, self._at = signal.Signals(number), time.monotonic()
             self._pass_on()
         elif number != signal.SIGHUP and time.monotonic() - self._at > _SAME:
             self._kill()
@@ -115,12 +115,12 @@ class _Stop:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._process is None or self.told is None or self._timer is not None:
+        if self._process is None or self.signal is None or self._timer is not None:
             return
         self._timer = threading.Timer(grace(), self._kill)
         self._timer.daemon = True
         self._timer.start()
-        self._process.send_signal(self.told)
+        self._process.send_signal(self.signal)
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:

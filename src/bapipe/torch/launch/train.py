@@ -1,4 +1,4 @@
-"""A whole run on one rank: build, keep its stages, train some mini-batches, and tell rank 0 how it went."""
+"""A whole run on one rank: build, keep its stages, train some global batches, and report to rank 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bapipe.records.plan import Plan
 from bapipe.records.run_record import CheckRecord, RunRecord, StepRecord
+from bapipe.torch.capturing import Captured
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.checkpoint.checkpoint_folder import latest
 from bapipe.torch.checkpoint.checkpoint_manifest import CheckpointError
@@ -26,7 +26,7 @@ from bapipe.torch.comm import LinkError
 from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, max_over_ranks, sum_over_ranks
 from bapipe.torch.health.failure import Failure, RunError
 from bapipe.torch.health.watchdog import Watch
-from bapipe.torch.inputs.build_model import build_model
+from bapipe.torch.inputs.build_model import BuiltModel, build_model
 from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.inputs.training_data import batches_for
 from bapipe.torch.launch.run_options import RunOptions
@@ -34,49 +34,60 @@ from bapipe.torch.launch.run_report import RankReport, make_record, median_step
 from bapipe.torch.profiler.environment import plain_fp32
 from bapipe.torch.runtime.executor import RankTrace
 from bapipe.torch.runtime.pipeline import Pipeline
-from bapipe.torch.runtime.plan_checks import microbatch_sizes
+from bapipe.torch.runtime.pipeline_options import PipelineOptions
+from bapipe.torch.runtime.plan_checks import RunnablePlan
 from bapipe.torch.verify.gradient_check import Gradients, compare_gradients, gradients, joined
 
 if TYPE_CHECKING:
     from bapipe.torch.checkpoint.checkpoints import Checkpoints, Loaded
 
-__all__ = ["TrainSettings", "Training", "peak_memory", "train"]
+__all__ = ["OnStep", "PreparedModel", "Training", "peak_memory", "pipeline_options", "rank_report", "train"]
 
 _KEPT_STEPS = 9
 """of the last so many steps the one of median time is recorded"""
+OnStep = Callable[[StepRecord, float | None], None]
+"""called with a step and its bubble, None where that is not known"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings(RunOptions):
-    """The options of a run as a rank has them; mini-batch s is made with seed + 1 + s."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedModel:
+    """A model that is built and captured already."""
 
-    folders: tuple[Path, ...] = ()
-    """where to look for the model's code first"""
+    built: BuiltModel
+    captured: Captured
 
 
 class Training:
     """This rank's part of a run, ready for its first step."""
 
-    def __init__(self, plan: Plan, settings: TrainSettings, *, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        runnable: RunnablePlan,
+        options: RunOptions,
+        *,
+        folders: Sequence[Path] = (),
+        watch: Watch | None = None,
+        prepared: PreparedModel | None = None,
+    ) -> None:
+        plan = runnable.plan
         plain_fp32(plan.dtype)
-        built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
+        if prepared is None:
+            built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+        else:
+            built = prepared.built
         self.pipe = Pipeline(
-            lambda: (built.module, built.args, built.kwargs),
-            plan,
+            (lambda: (built.module, built.args, built.kwargs)) if prepared is None else prepared.captured,
+            runnable,
             built.loss,
-            seed=None,
-            transport=settings.transport,
-            device=settings.device,
-            timeout=settings.timeout,
-            watch=watch,
+            options=pipeline_options(options, watch),
         )
-        self.batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
-        self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=settings.learning_rate)
+        self.batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
+        self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=options.learning_rate)
         self.loaded: Loaded | None = None
         """where the run goes on from"""
         self.stopped = 0
         """the signal that ends the run before its last step, the same on all ranks; 0: none"""
-        self._saving = saving = settings.saving
+        self._saving = saving = options.saving
         self._checkpoints: Checkpoints | None = None
         if saving is not None:
             # torch.distributed.checkpoint takes seconds to import.
@@ -98,7 +109,7 @@ class Training:
         """Save what is trained, where it is time to."""
         if self._checkpoints is None or self._saving is None:
             return
-        if is_last or self.pipe.steps % self._saving.every == 0:
+        if is_last or self._saving.is_due(self.pipe.steps):
             self._save()
 
     def _save(self) -> None:
@@ -131,53 +142,56 @@ class Training:
             self.pipe.close()
         return None
 
-    def step(self, batch: tuple[Any, Any]) -> tuple[float, RankTrace]:
-        """One mini-batch and its update; gradients stay until the next."""
+    def step(self, batch: tuple[Any, Any]) -> tuple[float, RankTrace | None]:
+        """One global batch and its optimizer step; gradients stay until the next. No trace where it is off."""
         pipe = self.pipe
         for parameter in pipe.parameters():
             parameter.grad = None
         loss = pipe.step(*batch)
-        assert pipe.trace is not None
         if self._optimizer is None:
             return loss, pipe.trace
         clock = pipe.clock
         start = clock.mark()
         self._optimizer.step()
+        if pipe.trace is None:
+            return loss, None
         start, end = clock.times([start, clock.mark()])
         labels = [f"{stage}U" for stage in pipe.stages]
-        # The optimizer updates all stages of the rank at once; each gets an equal part of that time.
+        # One optimizer step is for all stages of the rank; each gets an equal part of that time.
         part = (end - start) / len(labels)
         updates = [(label, start + i * part, start + (i + 1) * part) for i, label in enumerate(labels)]
         return loss, replace(pipe.trace, events=(*pipe.trace.events, *updates))
 
 
 def train(
-    plan: Plan,
-    settings: TrainSettings,
+    runnable: RunnablePlan,
+    options: RunOptions,
     *,
+    folders: Sequence[Path] = (),
     watch: Watch | None = None,
-    on_step: Callable[[StepRecord, float], None] | None = None,
+    prepared: PreparedModel | None = None,
+    on_step: OnStep | None = None,
     on_load: Callable[[Loaded], None] | None = None,
     on_unsaved: Callable[[str], None] | None = None,
 ) -> RunRecord | None:
     """Run the plan in the process group that is there; rank 0 returns the record, the others None.
 
-    `on_step` is called on rank 0 after every step, with its bubble: the share of all ranks' time without compute;
-    `on_load` on rank 0 before the first step of a run that goes on from a checkpoint. Where that checkpoint is of
-    the last step already, nothing is trained and there is no record. `on_unsaved` is called on every rank if the
-    last checkpoint could not be written, with the reason. Where checkpoints are saved, a signal that `watch` has
-    heard ends the run after the step that is under way: it is saved, and RunError says so, on rank 0 to be told.
+    `on_step` is called on rank 0 after every step, with its bubble: the share of all ranks' time without compute,
+    or None where nothing is traced; `on_load` on rank 0 before the first step of a run that goes on from a
+    checkpoint. Where that checkpoint is of the last step already, nothing is trained and there is no record.
+    `on_unsaved` is called on every rank if the last checkpoint could not be written, with the reason. Where
+    checkpoints are saved, a signal that `watch` has caught ends the run after the step that is under way: it is
+    saved, and RunError says so, which rank 0 is to report.
+    `folders` are where to look for the model's code first; a `prepared` model is trained itself.
     """
-    if settings.saving is not None:
-        settings.saving.check()
-    training = Training(plan, settings, watch=watch)
+    training = Training(runnable, options, folders=folders, watch=watch, prepared=prepared)
     if training.loaded is not None and on_load is not None and dist.get_rank() == 0:
         on_load(training.loaded)
     with training.pipe.watch.guard():
-        trained = training.pipe.steps >= settings.steps
-        record = None if trained else _train(plan, settings, training, on_step)
+        trained = training.pipe.steps >= options.steps
+        record = None if trained else _train(runnable, options, training, folders, on_step)
         if training.stopped:
-            raise RunError(training.stop(), told=dist.get_rank() != 0)
+            raise RunError(training.stop(), reported=dist.get_rank() != 0)
     unsaved = training.close()
     if unsaved is not None and on_unsaved is not None:
         on_unsaved(unsaved)
@@ -185,19 +199,23 @@ def train(
 
 
 def _train(
-    plan: Plan, settings: TrainSettings, training: Training, on_step: Callable[[StepRecord, float], None] | None
+    runnable: RunnablePlan,
+    options: RunOptions,
+    training: Training,
+    folders: Sequence[Path],
+    on_step: OnStep | None,
 ) -> RunRecord | None:
     pipe, rank = training.pipe, dist.get_rank()
     meeting = pipe.watch.meeting
     offset = clock_offset(machine_name())
-    traces: deque[RankTrace] = deque(maxlen=_KEPT_STEPS)
+    traces: deque[RankTrace | None] = deque(maxlen=_KEPT_STEPS)
     steps: list[tuple[float, float]] = []
     kept: list[Gradients] = []
     live = dict.fromkeys(pipe.stages, 0)
     first_step = pipe.steps
-    checking = settings.check and first_step == 0
-    pipe.watch.stops_later = settings.saving is not None
-    for step in range(first_step, settings.steps):
+    checking = options.check and first_step == 0
+    pipe.watch.stops_later = options.saving is not None
+    for step in range(first_step, options.steps):
         batch = training.batches(step)
         pipe.watch.progress.begin(step)
         with meeting("ready"):
@@ -211,38 +229,28 @@ def _train(
             busy = sum_over_ranks(_busy(trace))
         steps.append((loss, time.perf_counter() - start))
         traces.append(trace)
-        live = {stage: max(count, trace.peak_live[stage]) for stage, count in live.items()}
+        live = {stage: max(count, pipe.peak_in_flight[stage]) for stage, count in live.items()}
         if checking:
             kept.append(gradients(pipe.named_parameters()))
         if on_step is not None and rank == 0:
             seconds = steps[-1][1]
-            bubble = max(0.0, 1 - busy / (dist.get_world_size() * seconds))
+            bubble = None if trace is None else max(0.0, 1 - busy / (dist.get_world_size() * seconds))
             on_step(StepRecord(step=step, loss=loss, seconds=seconds), bubble)
-        training.save(is_last=step == settings.steps - 1)
-    pipe.watch.stops_later = settings.saving is not None and settings.saving.asynchronous
+        training.save(is_last=step == options.steps - 1)
+    pipe.watch.stops_later = options.saving is not None and options.saving.asynchronous
     pipe.watch.progress.note("gathering what every rank recorded")
 
     first = len(steps) - len(traces)
     recorded = int(sum_over_ranks(_median(steps, first) if rank == 0 else 0.0))
     trace = traces[recorded - first]
-    reports = gathered(
-        RankReport(
-            rank=rank,
-            host=socket.gethostname(),
-            device=pipe.device.type,
-            events=tuple((action, start - offset, end - offset) for action, start, end in trace.events),
-            sent={action: (peer, at - offset) for action, (peer, at) in trace.sent.items()},
-            arrived={action: at - offset for action, at in trace.arrived.items()},
-            peak_live=live,
-            peak_memory=peak_memory(pipe.device),
-        )
-    )
+    reports = gathered(rank_report(pipe.device, None if trace is None else trace.shifted(-offset), live))
     parts = {name: part for name, _, part in pipe.held() if part is not None}
     found = gathered((kept, parts)) if checking else None
     if rank != 0:
         return None
+    losses = [loss for loss, _ in steps]
     return make_record(
-        plan,
+        runnable.plan,
         reports,
         steps=steps,
         first_step=first_step,
@@ -252,12 +260,30 @@ def _train(
         backend=dist.get_backend(),
         transport=pipe.transport,
         threads=torch.get_num_threads(),
-        check=None if found is None else _check(plan, settings, found, [loss for loss, _ in steps], pipe.device),
+        check=None
+        if found is None
+        else _check(runnable, options, folders, found, losses=losses, device=pipe.device),
     )
 
 
-def _busy(trace: RankTrace) -> float:
-    """Seconds in which a rank computed; an all-reduce is no compute."""
+def rank_report(device: torch.device, trace: RankTrace | None, peak_live: dict[int, int]) -> RankReport:
+    """What this rank reports after a run; `trace` is of the recorded step, in rank 0's clock, if there is one."""
+    return RankReport(
+        rank=dist.get_rank(),
+        host=socket.gethostname(),
+        device=device.type,
+        events=() if trace is None else trace.events,
+        sent={} if trace is None else trace.sent,
+        arrived={} if trace is None else trace.arrived,
+        peak_live=peak_live,
+        peak_memory=peak_memory(device),
+    )
+
+
+def _busy(trace: RankTrace | None) -> float:
+    """Seconds in which a rank computed, 0 where that is not traced; an all-reduce is no compute."""
+    if trace is None:
+        return 0.0
     return sum(end - start for action, start, end in trace.events if not action.endswith("A"))
 
 
@@ -268,23 +294,38 @@ def _median(steps: list[tuple[float, float]], first: int) -> int:
 
 
 def _check(
-    plan: Plan,
-    settings: TrainSettings,
+    runnable: RunnablePlan,
+    options: RunOptions,
+    folders: Sequence[Path],
     found: list[tuple[list[Gradients], dict[str, Slice]]],
+    *,
     losses: list[float],
     device: torch.device,
 ) -> CheckRecord:
     """Compare with the same training in this process alone."""
-    built = build_model(plan.model, folders=settings.folders, seed=settings.seed, dtype=plan.dtype)
-    batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
+    plan = runnable.plan
+    built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+    batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
     return compare_gradients(
         built,
-        [batches(step) for step in range(settings.steps)],
-        sizes=microbatch_sizes(plan),
-        optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=settings.learning_rate),
-        found=[joined((kept[step], parts) for kept, parts in found) for step in range(settings.steps)],
+        [batches(step) for step in range(options.steps)],
+        sizes=runnable.sizes,
+        optimizer=make_optimizer(plan.optimizer, list(built.module.parameters()), rate=options.learning_rate),
+        found=[joined((kept[step], parts) for kept, parts in found) for step in range(options.steps)],
         losses=losses,
         device=device,
+    )
+
+
+def pipeline_options(options: RunOptions, watch: Watch | None) -> PipelineOptions:
+    """How a rank of a run trains. The model is seeded where it is built."""
+    return PipelineOptions(
+        seed=None,
+        transport=options.transport,
+        device=options.device,
+        timeout=options.timeout,
+        trace=options.trace,
+        watch=watch,
     )
 
 

@@ -1,1 +1,1 @@
-"""PipeDream's asynchronous 1F1B with weight stashing, for comparison."""
+"""PipeDream's asynchronous 1F1B with weight versions, for comparison."""

@@ -1,14 +1,14 @@
-"""Versions of a stage's weights (PipeDream's weight stashing).
+"""Versions of a stage's weights (PipeDream's weight stashing, in the paper's words).
 
-Micro-batch m runs forward and backward with the weights after max(0, m − lag) updates; its own update goes into
+Micro-batch m runs forward and backward with the weights after max(0, m − lag) optimizer steps; its own goes into
 the newest. With a lag of K − 1 that is the newest version when stage i, which holds K micro-batches, starts on m:
 
     lag 1   F0 F1 B0 U  F2 B1 U  F3 B2 U  …      versions used by F: 0, 0, 1, 2, …
                      1        2        3
 
-Copy on write: the newest version is the parameters themselves. Before an update that would write into what a later
-backward still reads, the parameters get memory of their own, that of the oldest version if it has just been let
-go; so a stage has lag + 1 versions and never one more.
+Copy on write: the newest version is the parameters themselves. Before an optimizer step that would write into
+what a later backward still reads, the parameters get memory of their own, that of the oldest version if it has
+just been let go; so a stage has lag + 1 versions and never one more.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from torch import Tensor, nn
 
 from bapipe.torch.profiler.layer_memory import storage_of
 
-__all__ = ["WeightStash"]
+__all__ = ["WeightVersions"]
 
 
-class WeightStash:
+class WeightVersions:
     """The versions of one stage. Micro-batches come and go in order."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], lag: int) -> None:
-        """`parameters` are the newest version, which an optimizer updates in place; frozen ones have no other."""
+        """`parameters` are the newest version, which an optimizer changes in place; frozen ones have no other."""
         self._parameters = {name: item for name, item in parameters.items() if item.requires_grad}
         self._lag = lag
         self._count = 0
         """micro-batches of this run"""
         self._newest = 0
-        """updates of this run so far"""
+        """optimizer steps of this run so far"""
         self._versions: dict[int, dict[str, Tensor]] = {}
         self.peak = 1
         """most versions held at once, the newest included"""
 
     def begin(self, count: int) -> None:
-        """So many micro-batches come, and as many updates."""
+        """So many micro-batches come, and as many optimizer steps."""
         self._count = count
         self._newest = 0
         self._versions = {0: self._seen()}
 
     def version_of(self, microbatch: int) -> int:
-        """After how many updates the weights were as this micro-batch sees them."""
+        """After how many optimizer steps the weights were as this micro-batch sees them."""
         return max(0, microbatch - self._lag)
 
     def weights(self, microbatch: int) -> Mapping[str, Tensor]:
@@ -53,16 +53,16 @@ class WeightStash:
         return self._versions[self.version_of(microbatch)]
 
     def forget_gradients(self) -> None:
-        """Those of the last update, before a backward makes others."""
+        """Those of the last optimizer step, before a backward makes others."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def update(self, microbatch: int, apply: Callable[[], None]) -> None:
-        """Its backward is done: hand the parameters its gradients, and have `apply` update them.
+    def step(self, microbatch: int, apply: Callable[[], None]) -> None:
+        """Its backward is done: hand the parameters its gradients, and have `apply` take the optimizer step.
 
         Gradients stay in the parameters' `.grad` until `forget_gradients`.
         """
-        assert microbatch == self._newest, "updates go in the order of the micro-batches"
+        assert microbatch == self._newest, "optimizer steps go in the order of the micro-batches"
         for name, tensor in self.weights(microbatch).items():
             self._parameters[name].grad, tensor.grad = tensor.grad, None
         spare: dict[str, Tensor] | None = None
@@ -83,8 +83,8 @@ class WeightStash:
     def _seen(self) -> dict[str, Tensor]:
         """The newest version as a forward takes it: the same memory, but other leaves of the graph.
 
-        `.data` and not `detach()`: its version counter is its own, so that an update after `_move`, which does not
-        touch this memory, does not make autograd refuse the backward.
+        `.data` and not `detach()`: its version counter is its own, so that an optimizer step after `_move`,
+        which does not touch this memory, does not make autograd refuse the backward.
         """
         return {name: item.data.requires_grad_() for name, item in self._parameters.items()}
 

@@ -10,6 +10,7 @@ import torch
 
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.catalog import catalog_aliases, load_catalog
+from bapipe.hardware.cpu_types import cpu_type
 from bapipe.torch.profiler.measurement import Environment
 
 __all__ = ["accelerator_name", "cpu_name", "environment_of", "find_device", "plain_fp32"]
@@ -80,7 +81,7 @@ def accelerator_name(environment: Environment) -> str:
     unknown GPU is its own name in small letters.
     """
     if environment.device == "cpu":
-        return "cpu-core" if environment.threads == 1 else f"cpu-{environment.threads}core"
+        return cpu_type(environment.threads)
     words = re.findall(r"[a-z0-9]+", environment.name.lower())
     aliases = catalog_aliases()
     known = {**{name: name for name in load_catalog()}, **aliases}

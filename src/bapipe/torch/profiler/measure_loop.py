@@ -421,8 +421,8 @@ def _measure_optimizer(chain: LayerSequence, state: _State, clock: CudaClock | H
             if index not in done and parameters:
                 _time_optimizer(chain, state, clock, round_, index, parameters)
         if state.measured.optimizer_bytes is None:
-            largest = max(layers, key=lambda index: measured.layers[index].weight_bytes)
-            weighed = weigh_optimizer(measured.optimizer, _piece(chain, state, largest, largest).parameters)
+            all_ = {id(item): item for index in layers for item in _piece(chain, state, index, index).parameters}
+            weighed = weigh_optimizer(measured.optimizer, list(all_.values()))
             state.measured = replace(state.measured, optimizer_bytes=weighed)
     except Exception as error:
         if not is_out_of_memory(error):

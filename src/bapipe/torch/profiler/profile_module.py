@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
 from bapipe.models.builtin import Argument
@@ -19,6 +18,7 @@ from bapipe.torch.capturing.torch_internals import load_tracer
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.dtypes import find_dtype
 from bapipe.torch.inputs.build_model import build_model
+from bapipe.torch.inputs.make_optimizer import find_optimizer_class
 from bapipe.torch.profiler.assemble_profile import to_profile
 from bapipe.torch.profiler.environment import accelerator_name, environment_of, find_device, plain_fp32
 from bapipe.torch.profiler.layer_memory import is_out_of_memory
@@ -110,7 +110,7 @@ def profile_module(
     Raises BaPipeError where no size was measured completely; what was measured is in the cache all the same.
     """
     where, kind = find_device(device), find_dtype(dtype)
-    find_optimizer(optimizer)
+    find_optimizer_class(optimizer)
     if threads is not None:
         if threads < 1:
             raise BaPipeError(f"a CPU needs at least 1 thread, got {threads}; raise --threads")

@@ -52,7 +52,7 @@ class OwnStages:
     messages: dict[tuple[int, int], Message]
     """(boundary, micro-batch size) -> what crosses it"""
     differentiable: Mapping[int, tuple[bool, ...]]
-    """boundary -> for which values an error comes back"""
+    """boundary -> for which values a gradient comes back"""
     inputs: InputSpec
     needed: frozenset[int]
     """input leaves that this rank's stages take from the data"""

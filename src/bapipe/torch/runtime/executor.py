@@ -1,21 +1,21 @@
 """Runs one rank's lane of a schedule, exactly in its order.
 
-    rank 0   0F0 0F1 0B0 0F2 0B1 0B2      each F sends its output on, each B its error back;
+    rank 0   0F0 0F1 0B0 0F2 0B1 0B2      each F sends activations on, each B gradients back;
     rank 1       1F0 1B0 1F1 1B1 1F2 1B2  an action starts when its input is there
 
-No more is kept than the order asks for: features from F to B, a message until it is delivered.
+No more is kept than the order asks for: saved activations from F to B, a message until it is delivered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from bapipe.schedule.actions import Action, Kind, Schedule
-from bapipe.torch.comm import Inbox, Message, Outbox, Transport, Wire
+from bapipe.torch.comm import Inbox, Message, Outbox, P2PChannel, Transport
 from bapipe.torch.runtime.action_clock import ActionClock
 from bapipe.torch.runtime.gradient_sync import Reducer
 from bapipe.torch.runtime.plan_checks import compute_lane
@@ -30,7 +30,7 @@ MessageOf = Callable[[int, int, bool], Message]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """What one rank did in one mini-batch, in its own clock."""
+    """What one rank did in one global batch, in its own clock."""
 
     events: tuple[tuple[str, float, float], ...]
     """action, start and end; waiting for its input is not part of it"""
@@ -39,7 +39,16 @@ class RankTrace:
     arrived: dict[str, float]
     """action of another rank -> when its result was used at the earliest"""
     peak_live: dict[int, int]
-    """stage -> most micro-batches live at once"""
+    """stage -> most micro-batches in flight at once"""
+
+    def shifted(self, by: float) -> RankTrace:
+        """The same in a clock that shows so many seconds more."""
+        return replace(
+            self,
+            events=tuple((action, start + by, end + by) for action, start, end in self.events),
+            sent={action: (peer, at + by) for action, (peer, at) in self.sent.items()},
+            arrived={action: at + by for action, at in self.arrived.items()},
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -85,17 +94,17 @@ class Executor:
         self._on_action = on_action
         self._on_gradients = on_gradients
         self.current: Action | None = None
-        """what is being run; None between mini-batches"""
-        self.waiting: Wire | None = None
-        """over which wire it waits: for its input, or for a peer to take what it sent"""
+        """what is being run; None between global batches"""
+        self.waiting: P2PChannel | None = None
+        """over which channel it waits: for its input, or for a peer to take what it sent"""
         self._schedule = schedule
         self._runners = dict(runners)
         self._transport = transport
         self._messages = messages
         self._reducers = reducers
         self._clock = clock
-        self._inboxes: dict[Wire, Inbox] = {}
-        self._outboxes: dict[Wire, Outbox] = {}
+        self._inboxes: dict[P2PChannel, Inbox] = {}
+        self._outboxes: dict[P2PChannel, Outbox] = {}
         self._handed: dict[tuple[int, bool, int], tuple[Tensor, ...]] = {}
         self._split = {
             (action.stage, action.microbatch)
@@ -106,7 +115,7 @@ class Executor:
         """backwards that are done in two parts"""
         self._training = self._compile(training=True)
         self._evaluation: list[_Step] | None = None
-        self._orders: dict[bool, dict[Wire, list[int]]] = {}
+        self._orders: dict[bool, dict[P2PChannel, list[int]]] = {}
 
     def run(
         self,
@@ -115,11 +124,11 @@ class Executor:
         inputs: Sequence[Sequence[Any]],
         targets: Sequence[Any],
         training: bool = True,
-    ) -> RankTrace:
-        """One mini-batch. When training, gradients of all of it are added to the parameters' `.grad`.
+    ) -> RankTrace | None:
+        """One global batch. When training, gradients of all of it are added to the parameters' `.grad`.
 
         `inputs` and `targets` are the micro-batches' leaves and targets, empty where this rank needs none. Nothing
-        of the mini-batch is kept. Raises ActionError.
+        of it is kept. Returns what was done when, unless the clock takes no times. Raises ActionError.
         """
         if training:
             program = self._training
@@ -135,8 +144,8 @@ class Executor:
             self._run(program, training, marks)
             if training and self._on_gradients is not None:
                 self._on_gradients()
-            for wire, outbox in self._outboxes.items():
-                self.waiting = wire
+            for channel, outbox in self._outboxes.items():
+                self.waiting = channel
                 outbox.flush()
             self.waiting = None
         except Exception as error:
@@ -145,7 +154,7 @@ class Executor:
             runner.end()
         assert self.idle, "something of this mini-batch was kept"
         self.current = None
-        return self._trace(marks)
+        return self._trace(marks) if self._clock.traces else None
 
     def failed(self, error: Exception) -> ActionError:
         """What to raise where the current action fails."""
@@ -154,7 +163,7 @@ class Executor:
         return ActionError(self.rank, action, error, described(error, stage, microbatch=action.microbatch))
 
     def _run(self, program: list[_Step], training: bool, marks: list[tuple[_Step, Any, Any]]) -> None:
-        begin, end = self._clock.begin_action, self._clock.end_action
+        begin, end, traces = self._clock.begin_action, self._clock.end_action, self._clock.traces
         forward, backward, input_gradient, weight_gradient = Kind.F, Kind.B, Kind.I, Kind.W
         on_action = self._on_action
         for step in program:
@@ -163,7 +172,7 @@ class Executor:
                 on_action(step.action)
             microbatch = step.microbatch
             if step.source is not None:
-                self.waiting = step.source.wire
+                self.waiting = step.source.channel
                 values = step.source.take(microbatch)
                 self.waiting = None
             elif step.handed is not None:
@@ -191,9 +200,11 @@ class Executor:
             else:
                 step.runner.again(microbatch)
                 made = ()
-            marks.append((step, start, end()))
+            ended = end()
+            if traces:
+                marks.append((step, start, ended))
             if step.target is not None:
-                self.waiting = step.target.wire
+                self.waiting = step.target.channel
                 step.target.send(microbatch, made)
                 self.waiting = None
             elif step.target_key is not None:
@@ -201,7 +212,8 @@ class Executor:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of a mini-batch is held: no features, nothing coming and nothing under way."""
+        """Whether nothing of a global batch is held: no saved activations, nothing coming and nothing under
+        way."""
         return (
             not self._handed
             and all(runner.idle for runner in self._runners.values())
@@ -210,39 +222,39 @@ class Executor:
 
     @property
     def peak_messages(self) -> int:
-        """Most messages held at once at the ends of any wire of this rank."""
+        """Most messages held at once at the ends of any channel of this rank."""
         return max((box.peak for box in self._boxes()), default=0)
 
     def _boxes(self) -> list[Inbox | Outbox]:
         return [*self._inboxes.values(), *self._outboxes.values()]
 
     def _begin(self, training: bool) -> None:
-        for wire, inbox in self._inboxes.items():
-            order = self._order(wire, training)
-            inbox.begin(order, {item: self._messages(wire.boundary, item, wire.onward) for item in order})
-        for wire, outbox in self._outboxes.items():
-            outbox.begin(answered=training and wire.onward and self._wire_carries(wire.reverse))
+        for channel, inbox in self._inboxes.items():
+            order = self._order(channel, training)
+            inbox.begin(order, {item: self._messages(channel.boundary, item, channel.onward) for item in order})
+        for channel, outbox in self._outboxes.items():
+            outbox.begin(answered=training and channel.onward and self._carries(channel.reverse))
 
-    def _wire_carries(self, wire: Wire) -> bool:
-        """Whether anything crosses: no error comes back for values without gradients."""
-        return wire in self._inboxes or wire in self._outboxes
+    def _carries(self, channel: P2PChannel) -> bool:
+        """Whether anything crosses: no gradient comes back for values without gradients."""
+        return channel in self._inboxes or channel in self._outboxes
 
-    def _order(self, wire: Wire, training: bool) -> list[int]:
-        """In which order the sender makes what comes over a wire."""
+    def _order(self, channel: P2PChannel, training: bool) -> list[int]:
+        """In which order the sender makes what comes over a channel."""
         known = self._orders.setdefault(training, {})
-        if wire not in known:
-            maker = wire.boundary if wire.onward else wire.boundary + 1
-            kinds = (Kind.F,) if wire.onward else (Kind.B, Kind.I) if training else ()
-            taker = wire.boundary + 1 if wire.onward else wire.boundary
-            known[wire] = [
+        if channel not in known:
+            maker = channel.boundary if channel.onward else channel.boundary + 1
+            kinds = (Kind.F,) if channel.onward else (Kind.B, Kind.I) if training else ()
+            taker = channel.boundary + 1 if channel.onward else channel.boundary
+            known[channel] = [
                 action.microbatch
-                for action in compute_lane(self._schedule, wire.from_rank)
+                for action in compute_lane(self._schedule, channel.from_rank)
                 if action.microbatch is not None
                 and action.stage == maker
                 and action.kind in kinds
                 and self._schedule.rank_of(taker, action.microbatch) == self.rank
             ]
-        return known[wire]
+        return known[channel]
 
     def _compile(self, *, training: bool) -> list[_Step]:
         kinds = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R) if training else (Kind.F,)
@@ -279,17 +291,17 @@ class Executor:
             if peer == self.rank:
                 step.handed = (input_boundary, onward, microbatch)
             else:
-                wire = Wire(boundary=input_boundary, onward=onward, from_rank=peer, to_rank=self.rank)
-                step.source = self._inboxes.setdefault(wire, Inbox(self._transport, wire))
+                channel = P2PChannel(boundary=input_boundary, onward=onward, from_rank=peer, to_rank=self.rank)
+                step.source = self._inboxes.setdefault(channel, Inbox(self._transport, channel))
                 if not onward:
-                    step.released = self._outboxes.get(wire.reverse)
+                    step.released = self._outboxes.get(channel.reverse)
         if 0 <= after < count and self._messages(output_boundary, microbatch, onward):
             peer = schedule.rank_of(after, microbatch)
             if peer == self.rank:
                 step.target_key = (output_boundary, onward, microbatch)
             else:
-                wire = Wire(boundary=output_boundary, onward=onward, from_rank=self.rank, to_rank=peer)
-                step.target = self._outboxes.setdefault(wire, Outbox(self._transport, wire))
+                channel = P2PChannel(boundary=output_boundary, onward=onward, from_rank=self.rank, to_rank=peer)
+                step.target = self._outboxes.setdefault(channel, Outbox(self._transport, channel))
 
     def _trace(self, marks: Sequence[tuple[_Step, Any, Any]]) -> RankTrace:
         times = iter(self._clock.times([item for _, start, end in marks for item in (start, end)]))
@@ -300,10 +312,10 @@ class Executor:
             if step.source is not None:
                 arrived[step.source_label] = start
             if step.target is not None:
-                sent[step.label] = (step.target.wire.to_rank, end)
+                sent[step.label] = (step.target.channel.to_rank, end)
         return RankTrace(
             events=tuple(events),
             sent=sent,
             arrived=arrived,
-            peak_live={stage: runner.peak_live for stage, runner in self._runners.items()},
+            peak_live={stage: runner.peak_in_flight for stage, runner in self._runners.items()},
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bapipe.torch.comm import guarded
 
-__all__ = ["BUCKET_BYTES", "Reducer", "TiedWeights", "make_sums"]
+__all__ = ["BUCKET_BYTES", "MakeSums", "Reducer", "TiedWeights", "make_sums"]
 
 BUCKET_BYTES = 25 * 2**20
 """as torch's DistributedDataParallel"""
@@ -22,7 +22,7 @@ class Reducer:
     """Sums a stage's gradients over its replicas, in buckets and while the last backward still runs.
 
     Buckets are filled from the last parameter to the first, as a backward reaches them, and go out in that order
-    on every replica. The losses are weighted by their share of the mini-batch, so the sum needs no division.
+    on every replica. The losses are weighted by their share of the global batch, so the sum needs no division.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -145,7 +145,8 @@ class _Sum:
 
 
 class TiedWeights:
-    """Sums the gradients of weights that several stages hold, so that all their copies make the same update.
+    """Sums the gradients of weights that several stages hold, so that all their copies take the same optimizer
+    step.
 
     Each rank begins when its own are complete, while others still run; one sum is for all weights that the same
     ranks hold.
@@ -177,13 +178,12 @@ def make_sums(
     placement: Sequence[Sequence[int]],
     users: Mapping[str, tuple[int, ...]],
     own: Mapping[int, Mapping[str, nn.Parameter]],
-    *,
     timeout: datetime.timedelta,
 ) -> tuple[dict[int, Reducer], TiedWeights]:
     """Who sums what with whom, by stage and for tied weights. Every rank makes all groups, in the same order.
 
     `placement` has the ranks of each stage, `users` the stages that hold each parameter, `own` the parameters of
-    this rank's stages.
+    this rank's stages, `timeout` is for the groups that are made.
     """
     ranks = {
         name: tuple(sorted({rank for stage in stages for rank in placement[stage]}))
@@ -199,3 +199,15 @@ def make_sums(
             reducers[stage] = Reducer(summed, groups[tuple(sorted(placement[stage]))])
     held = {name: item for parameters in own.values() for name, item in parameters.items()}
     return reducers, TiedWeights(held, {name: groups[ranks[name]] for name in tied})
+
+
+MakeSums = Callable[
+    [
+        Sequence[Sequence[int]],
+        Mapping[str, tuple[int, ...]],
+        Mapping[int, Mapping[str, nn.Parameter]],
+        datetime.timedelta,
+    ],
+    tuple[dict[int, Reducer], TiedWeights],
+]
+"""`make_sums`, or what another kind of training has in its place"""

@@ -1,4 +1,4 @@
-"""What a Pipeline may be told beside model, plan and loss."""
+"""The options of a Pipeline beside model, plan and loss."""
 
 from __future__ import annotations
 
@@ -29,5 +29,7 @@ class PipelineOptions:
     """seconds that a silent rank is waited for"""
     on_action: Callable[[Action], None] | None = None
     """called before every action"""
+    trace: bool = True
+    """whether start and end of every action are recorded, in `Pipeline.trace`; without, none is timed"""
     watch: Watch | None = None
-    """replaces the watchdog that is made otherwise, which prints on standard error why a run fails"""
+    """replaces the watchdog that is made otherwise, which logs why a run fails"""

@@ -1,33 +1,80 @@
-"""What the runtime can run, checked before any process starts. Imports no torch."""
+"""What the runtime can run: the one place where a plan is checked, before any process starts. Imports no torch.
+
+`bapipe run` checks in the launcher, and its ranks trust that; a `Pipeline` that is given a plan or its file, and a
+rank that no launcher started, check it themselves, once.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 from bapipe.errors import BaPipeError
-from bapipe.records.plan import Plan
+from bapipe.hardware.cpu_types import cpu_threads
+from bapipe.records.plan import Plan, read_plan
 from bapipe.schedule.actions import Kind, Lane, Schedule
 from bapipe.schedule.generators import capped
 from bapipe.schedule.validate import require_valid
 
 __all__ = [
+    "RunnablePlan",
+    "as_runnable",
+    "check_plan",
     "compute_lane",
     "describe_need",
     "microbatch_sizes",
     "missing_gpus",
     "ranks_on_gpus",
-    "runnable_schedule",
+    "threads_of",
     "threads_per_rank",
+    "trusted_plan",
 ]
 
 
-def runnable_schedule(plan: Plan, *, flushes: bool | None = None) -> Schedule:
-    """The plan's schedule, if the runtime can run it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnablePlan:
+    """A plan that has been checked, here or by the launcher, with what every rank reads from it."""
 
-    It runs forwards, backwards (whole, or errors and weight gradients apart) and recomputation in one lane per
-    rank over a chain of layers, several stages on a rank and several replicas of a stage if there are, and updates
-    once all gradients are there; and PipeDream's order, which updates while it runs. Whatever else is refused
-    here; so is an order that would wait for ever. `flushes` says which of the two kinds is wanted; None: either.
+    plan: Plan
+    """as it was read"""
+    schedule: Schedule
+    """the plan's order"""
+    sizes: tuple[int, ...]
+    """samples of each micro-batch"""
+
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The (virtual) stages of every rank."""
+        return tuple(tuple(self.schedule.stages_of(rank)) for rank in range(self.schedule.num_ranks))
+
+
+def trusted_plan(plan: Plan) -> RunnablePlan:
+    """A plan that `check_plan` has accepted in another process."""
+    return RunnablePlan(plan=plan, schedule=plan.schedule.to_schedule(), sizes=microbatch_sizes(plan))
+
+
+def as_runnable(plan: Plan | RunnablePlan | str | Path, *, flushes: bool) -> RunnablePlan:
+    """A plan or its file, checked; one that has been checked as it is. `flushes` says which kind is wanted."""
+    if isinstance(plan, (str, Path)):
+        plan = read_plan(plan)
+    runnable = check_plan(plan) if isinstance(plan, Plan) else plan
+    schedule = runnable.schedule
+    if flushes != schedule.flushes:
+        raise BaPipeError(
+            f"{schedule.name} waits for every mini-batch to end; train it with Pipeline, or plan with pipedream"
+            if schedule.flushes
+            else f"{schedule.name} updates while it runs; train it with PipeDream, or plan with 1f1b-so"
+        )
+    return runnable
+
+
+def check_plan(plan: Plan) -> RunnablePlan:
+    """The plan, if the runtime can run it; BaPipeError otherwise.
+
+    It runs forwards, backwards (whole, or split into input and weight gradients) and activation checkpointing in
+    one lane per rank over a chain of layers, several stages on a rank and several replicas of a stage if there
+    are, with the optimizer step once all gradients are there; and PipeDream's order, which takes optimizer steps
+    while it runs. Whatever else is refused here; so is an order that would deadlock.
     """
     if plan.model.ref is None:
         raise BaPipeError(
@@ -35,12 +82,6 @@ def runnable_schedule(plan: Plan, *, flushes: bool | None = None) -> Schedule:
             "set model.ref of its profile to package.module:function and plan again"
         )
     schedule = plan.schedule.to_schedule()
-    if flushes is not None and flushes != schedule.flushes:
-        raise BaPipeError(
-            f"{schedule.name} waits for every mini-batch to end; train it with Pipeline, or plan with pipedream"
-            if schedule.flushes
-            else f"{schedule.name} updates while it runs; train it with PipeDream, or plan with 1f1b-so"
-        )
     for index, (stage, ranks) in enumerate(zip(plan.stages, schedule.placement, strict=True)):
         if len(ranks) != len(stage.accelerators):
             raise BaPipeError(
@@ -48,16 +89,16 @@ def runnable_schedule(plan: Plan, *, flushes: bool | None = None) -> Schedule:
             )
         again = any(((lane.kinds == Kind.R) & (lane.stages == index)).any() for lane in schedule.lanes)
         if again != stage.recompute:
-            told, order = ("recomputes", "no R") if stage.recompute else ("does not recompute", "R all the same")
-            raise BaPipeError(f"the plan says that stage {index} {told}, but its order has {order}; plan again")
+            said, order = ("recomputes", "no R") if stage.recompute else ("does not recompute", "R all the same")
+            raise BaPipeError(f"the plan says that stage {index} {said}, but its order has {order}; plan again")
     for rank in range(schedule.num_ranks):
         _check_lanes(schedule, rank)
     _check_layers(plan)
-    microbatch_sizes(plan)
+    sizes = microbatch_sizes(plan)
     require_valid(schedule)
     if not schedule.flushes:
         _check_endless(schedule)
-    return schedule
+    return RunnablePlan(plan=plan, schedule=schedule, sizes=sizes)
 
 
 def _check_endless(schedule: Schedule) -> None:
@@ -154,6 +195,15 @@ def missing_gpus(need: str, version: str, *, built: bool) -> BaPipeError:
     """That torch has no GPU to offer; `built` says whether it could use one."""
     found = "sees none" if built else "is built without CUDA"
     return BaPipeError(f"{need}, but torch {version} here {found}; give --device cpu, or run it where GPUs are")
+
+
+def threads_of(plan: Plan) -> int:
+    """Threads of a rank: as many as its CPU type was profiled with, else an equal part of this machine's cores."""
+    kinds = {item.type for item in plan.cluster.accelerators if item.name in plan.ranks}
+    told = {cpu_threads(name) for name in kinds}
+    if len(told) == 1 and (threads := told.pop()) is not None:
+        return threads
+    return threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", len(plan.ranks))))
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -18,7 +18,7 @@ __all__ = ["Anatomy", "Branch", "Stem", "dissect", "nodes_of"]
 _Path = tuple[int, ...]
 """from an output to a node: the number of the output, then at each node which way to go on"""
 _INDIVISIBLE = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
-"""nodes that compute the error again to get at the weights' gradient"""
+"""nodes that compute the input gradient again to get at the weights' gradient"""
 _VIEWS = frozenset(
     f"{name}Backward{number}"
     for name in ("T", "Transpose", "Permute", "View", "ReshapeAlias", "UnsafeView", "Expand", "ToCopy", "Slice")
@@ -60,7 +60,7 @@ class Anatomy:
 
 
 def dissect(roots: Sequence[Node | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Anatomy:
-    """Of the graph below the roots; `inputs` are what errors are wanted for."""
+    """Of the graph below the roots; `inputs` are what gradients are wanted for."""
     order, paths, parents = _walk(roots)
     ends = {id(value): -1 for value in inputs} | {id(weight): number for number, weight in enumerate(weights)}
     trunk: set[Node] = set()

@@ -1,4 +1,4 @@
-"""The loss of a mini-batch from the losses of its micro-batches."""
+"""The loss of a global batch from the losses of its micro-batches."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class LossTotals(NamedTuple):
 
 
 class LossSum:
-    """Sums the micro-batches' losses so that the gradients are those of the whole mini-batch.
+    """Sums the micro-batches' losses so that the gradients are those of the whole global batch.
 
-    A mean over samples is weighted by its micro-batch's share of the mini-batch, a sum by 1. Of a mean over a
+    A mean over samples is weighted by its micro-batch's share of the global batch, a sum by 1. Of a mean over a
     count, whose total is known only at the end, loss × count is differentiated and the gradients are divided
     afterwards. Counts are taken as a part of all positions, so that gradients are about as large before as after.
     """
@@ -93,7 +93,7 @@ class LossSum:
 
 
 class LossOfEach(LossSum):
-    """Every micro-batch is a mini-batch of its own: its loss is its mean, whatever the others'."""
+    """Every micro-batch is a global batch of its own: its loss is its mean, whatever the others'."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class LossOfEach(LossSum):
 
 
 def loss_of_step(losses: Sequence[float], weights: Sequence[float]) -> float:
-    """The loss of a mini-batch from those of its micro-batches; of sums, which have no weights, their sum."""
+    """The loss of a global batch from those of its micro-batches; of sums, which have no weights, their sum."""
     total = sum(weights)
     if not total:
         return sum(losses)

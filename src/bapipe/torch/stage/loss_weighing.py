@@ -30,7 +30,7 @@ def token_mean(
 
         loss_fn = token_mean(my_loss, count=lambda output, target: (target != PAD).sum())
 
-    Micro-batches then weigh by their counts, so that the gradients are those of one mean over the mini-batch.
+    Micro-batches then weigh by their counts, so that the gradients are those of one mean over the global batch.
     Returns a function that gives (sum, count). Where the count is 0 the sum is 0; `loss_fn` must have finite
     gradients there, as cross entropy has.
     """
@@ -54,11 +54,12 @@ class Weighed:
     count: Count = 1
     """of a counted mean"""
     positions: float = 1.0
-    """per sample about how much is counted at most; the same for all micro-batches of a mini-batch"""
+    """per sample about how much is counted at most; the same for all micro-batches of a global batch"""
 
 
 class Weighing:
-    """Tells how losses join. A loss that is not known warns once and weighs by samples, as a mean over them."""
+    """Says how losses are weighed. A loss that is not known warns once and weighs by samples, as a mean over
+    them."""
 
     def __init__(self, function: LossFunction | None, own: OwnLoss | None = None, *, warns: bool = True) -> None:
         """Without a function the model returns its loss; `own` is what its capture says of that."""

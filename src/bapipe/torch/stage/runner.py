@@ -1,4 +1,4 @@
-"""One (virtual) stage on one rank: its forward and backward of one micro-batch, and what is live between them."""
+"""One (virtual) stage on one rank: its forward and backward of one micro-batch, and what is kept between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class StageRunner:
-    """Runs micro-batches of a stage. A micro-batch is live from its forward to the end of its backward."""
+    """Runs micro-batches of a stage. A micro-batch is in flight from its forward to the end of its backward."""
 
     def __init__(
         self,
@@ -35,18 +35,18 @@ class StageRunner:
         evaluation: Mapping[int, Stage] | None = None,
         device: torch.device | None = None,
         recompute: bool = False,
-        parted: bool = False,
+        split: bool = False,
         loss: LossSum | None = None,
         output: Callable[[Sequence[Any]], Any] | None = None,
     ) -> None:
         """`modules` by micro-batch size, `evaluation` the same in evaluation mode; `sizes` are the micro-batches'.
 
-        `parted`: its backwards are done in two parts, `input_gradient` and `weight_gradient`. The last stage has a
-        `loss`, and puts together what the model returns with `output`.
+        `split`: its backwards are done in two actions, `input_gradient` and `weight_gradient`. The last stage
+        has a `loss`, and puts together what the model returns with `output`.
         """
         self.stage = stage
         self.recompute = recompute
-        self.peak_live = 0
+        self.peak_in_flight = 0
         self.sent_dtypes: tuple[torch.dtype, ...] | None = None
         """what is sent is converted to; None: it has the captured dtypes, as always without autocast"""
         self.made_dtypes: tuple[torch.dtype, ...] = ()
@@ -61,21 +61,21 @@ class StageRunner:
         self._inputs: Sequence[Sequence[Any]] = ()
         self._targets: Sequence[Any] = ()
         self._weights: Mapping[str, Tensor] = {}
-        self._live: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self._in_flight: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         """micro-batch -> what the stage received, if needed again, and what it made (the last stage: a loss)"""
         self._entrances: dict[int, Entrance] = {}
-        """micro-batch -> where its errors come out; not of a stage whose backwards are done in two parts"""
+        """micro-batch -> where its gradients come out; not of a stage whose backwards are done in two parts"""
         spec = self.spec
         self._delayed: dict[int, DelayedWeights | None] = {}
         """micro-batch -> weight gradients that wait for their turn"""
         self._saved: dict[int, SavedValues] = {}
         """micro-batch -> what its forward saved, until it is known what of it the weight gradients need"""
-        self._parted = parted
-        self._watches = parted and not spec.whole
+        self._splits = split
+        self._watches = split and not spec.whole
         # Only what a capture has fixed has the same graph every time: no loss, no module that is kept whole.
         self._split = SplitBackward(list(self.module.parameters()), fixed=loss is None and not spec.whole)
-        self._takes_error = [about.requires_grad for about in spec.received]
-        self._gets_error = [about.requires_grad for about in spec.sent]
+        self._takes_gradient = [about.requires_grad for about in spec.received]
+        self._gets_gradient = [about.requires_grad for about in spec.sent]
         self._roots = [root.index for root in spec.roots]
         self._written = _written_buffers(self.module) if recompute else {}
         self._before: dict[int, dict[str, Tensor]] = {}
@@ -98,7 +98,7 @@ class StageRunner:
         *,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """A mini-batch begins: each micro-batch's input leaves and target, empty where this stage needs none.
+        """A global batch begins: each micro-batch's input leaves and target, empty where this stage needs none.
 
         It runs with the `weights` that are given, by name, in place of the module's own; gradients go to them.
         """
@@ -107,16 +107,16 @@ class StageRunner:
         self._inputs = inputs
         self._targets = targets
         self._weights = weights or {}
-        self.peak_live = 0
+        self.peak_in_flight = 0
 
     def end(self) -> None:
-        """The mini-batch is over: let go of its data."""
+        """The global batch is over: let go of its data."""
         self._inputs = self._targets = ()
         self._weights = {}
 
     @property
     def idle(self) -> bool:
-        return not self._live and not self._before and not self._saved and not self._entrances
+        return not self._in_flight and not self._before and not self._saved and not self._entrances
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage, detached; nothing at the last stage, which keeps its loss."""
@@ -124,10 +124,10 @@ class StageRunner:
             self._before[microbatch] = {name: buffer.clone() for name, buffer in self._written.items()}
             with torch.no_grad():
                 made = self._run(microbatch, received, count=True)
-            self._live[microbatch] = (received, ())
+            self._in_flight[microbatch] = (received, ())
         else:
             made = self._run_for_backward(microbatch, received, count=True)
-        self.peak_live = max(self.peak_live, len(self._live))
+        self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
         return () if self._loss is not None else self._sent(made)
 
     def _sent(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -137,7 +137,7 @@ class StageRunner:
         return tuple(value.detach().to(dtype) for value, dtype in zip(made, self.sent_dtypes, strict=True))
 
     def evaluate(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """As `forward`, but nothing stays live."""
+        """As `forward`, but nothing is kept."""
         with torch.no_grad(), _evaluating(self._evaluation[self._sizes[microbatch]]):
             made = self._run(microbatch, received, count=True, modules=self._evaluation)
         return () if self._loss is not None else self._sent(made)
@@ -148,7 +148,7 @@ class StageRunner:
         It reads and writes copies of the buffers as they were at the first time, so it gives the same, running
         statistics count it once, and no buffer changes that the backward has kept.
         """
-        received, _ = self._live[microbatch]
+        received, _ = self._in_flight[microbatch]
         buffers = self._before.pop(microbatch)
         self._run_for_backward(microbatch, received, count=False, buffers=buffers)
 
@@ -160,20 +160,20 @@ class StageRunner:
         count: bool,
         buffers: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """What it makes is live now. Of what was received only that is kept which the backward needs, unless that
-        is done in two parts."""
-        if self._parted:
+        """What it makes is kept from now on. Of what was received only that is kept which the backward needs,
+        unless that is done in two parts."""
+        if self._splits:
             made = self._run(microbatch, self._tracked(received), count=count, buffers=buffers)
-            self._live[microbatch] = (received, made)
+            self._in_flight[microbatch] = (received, made)
             return made
         entrance = self._entrances[microbatch] = Entrance()
-        values = entrance.enter(received, self._takes_error)
+        values = entrance.enter(received, self._takes_gradient)
         made = self._run(microbatch, values, count=count, buffers=buffers)
-        self._live[microbatch] = ((), made)
+        self._in_flight[microbatch] = ((), made)
         return made
 
     def _tracked(self, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for value, wanted in zip(received, self._takes_error, strict=True):
+        for value, wanted in zip(received, self._takes_gradient, strict=True):
             if wanted:
                 value.requires_grad_()
         return received
@@ -209,61 +209,64 @@ class StageRunner:
         return saved.watching()
 
     def _here(self, leaf: Any) -> Any:
-        """An input of the model on the stage's device, where it gets only now: a mini-batch may be large."""
+        """An input of the model on the stage's device, where it gets only now: a global batch may be large."""
         return leaf if self._upload is None or not isinstance(leaf, Tensor) else self._upload(leaf)
 
-    def backward(self, microbatch: int, errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Gradients into the parameters' `.grad`; returns the errors for the stage before.
+    def backward(self, microbatch: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Gradients into the parameters' `.grad`; returns the input gradients, for the stage before.
 
-        `errors` are for the sent values that have a gradient; what got none goes back as zeros.
+        `gradients` are for the sent values that have a gradient; what got none goes back as zeros.
         """
-        received, made = self._live[microbatch]
-        outputs, given = self._roots_of_backward(made, errors)
+        received, made = self._in_flight[microbatch]
+        outputs, given = self._roots_of_backward(made, gradients)
         if outputs:
             torch.autograd.backward(outputs, given)
-        del self._live[microbatch]
+        del self._in_flight[microbatch]
         entrance = self._entrances.pop(microbatch, None)
-        return self._errors(received) if entrance is None else entrance.errors()
+        return self._input_gradients(received) if entrance is None else entrance.gradients()
 
-    def input_gradient(self, microbatch: int, errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The first part of the backward: the errors for the stage before. The micro-batch stays live."""
-        assert self._parted, "a runner must know from its forward on that a backward will be done in two parts"
-        received, made = self._live[microbatch]
-        outputs, given = self._roots_of_backward(made, errors)
+    def input_gradient(self, microbatch: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The first part of the backward: the input gradients, for the stage before. The micro-batch stays in
+        flight."""
+        assert self._splits, "a runner must know from its forward on that a backward will be done in two parts"
+        received, made = self._in_flight[microbatch]
+        outputs, given = self._roots_of_backward(made, gradients)
         wanted = [value for value in received if value.requires_grad]
         saved = self._saved.pop(microbatch, None)
         self._delayed[microbatch] = self._split.run(outputs, given, wanted, saved=saved) if outputs else None
-        self._live[microbatch] = ((), ())
-        made_errors = self._errors(received)
+        self._in_flight[microbatch] = ((), ())
+        input_gradients = self._input_gradients(received)
         for value in wanted:  # the graph that waits holds them by its ends, and needs nothing of them there
             value.grad = None
             if saved is not None:  # what weight gradients need of them is in its slots
                 value.data = value.new_empty(0)
-        return made_errors
+        return input_gradients
 
     def weight_gradient(self, microbatch: int) -> None:
         """The second part of the backward: gradients into the parameters' `.grad`."""
         delayed = self._delayed.pop(microbatch)
         if delayed is not None:
             delayed.run()
-        del self._live[microbatch]
+        del self._in_flight[microbatch]
 
     def _roots_of_backward(
-        self, made: tuple[Tensor, ...], errors: Sequence[Tensor]
+        self, made: tuple[Tensor, ...], gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What to differentiate, and with which errors."""
+        """What to differentiate, and with which gradients."""
         if self._loss is not None:
             return (list(made), [None]) if made[0].requires_grad else ([], [])
-        wanted = (value for value, wants in zip(made, self._gets_error, strict=True) if wants)
-        pairs = [(value, error) for value, error in zip(wanted, errors, strict=True) if value.requires_grad]
+        wanted = (value for value, wants in zip(made, self._gets_gradient, strict=True) if wants)
+        pairs = [
+            (value, gradient) for value, gradient in zip(wanted, gradients, strict=True) if value.requires_grad
+        ]
         return [value for value, _ in pairs], [
-            error if error.dtype == value.dtype else error.to(value.dtype) for value, error in pairs
+            gradient if gradient.dtype == value.dtype else gradient.to(value.dtype) for value, gradient in pairs
         ]
 
-    def _errors(self, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _input_gradients(self, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(
             torch.zeros_like(value) if value.grad is None else value.grad
-            for value, wanted in zip(received, self._takes_error, strict=True)
+            for value, wanted in zip(received, self._takes_gradient, strict=True)
             if wanted
         )
 

@@ -1,7 +1,7 @@
 """What autograd saves in a forward, in slots that can be emptied one by one.
 
 A graph that is kept for a second backward keeps all that it saved. Weight gradients need only a part of it: the
-input of a product, but neither the softmax of attention nor what a recurrent layer keeps for its errors.
+input of a product, but neither the softmax of attention nor what a recurrent layer keeps for its input gradient.
 """
 
 from __future__ import annotations

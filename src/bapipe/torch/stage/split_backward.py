@@ -1,4 +1,5 @@
-"""The backward of a stage in two parts, without a change to its modules: errors first, weight gradients later.
+"""The backward of a stage in two parts, without a change to its modules: input gradients first, weight gradients
+later.
 
 In autograd's graph, nodes between the outputs and the stage's inputs are the trunk; what leads from there to a
 weight is a branch. The first part runs the trunk and notes the gradient that enters each node with a branch. The
@@ -11,7 +12,7 @@ A weight that hangs on several trunk nodes would be counted again by every node 
 through one node beside the trunk, its stem, the first part takes the gradient of that node's results along and
 the second starts there; so it is with a decoder's first layer, which attention and later layers use. Else it
 gets its gradient in the first part, and so does one of a recurrent layer on the trunk whose library makes both
-gradients in one go. A stage without inputs that want an error has no trunk: all is done in the second part.
+gradients in one go. A stage without inputs that want a gradient has no trunk: all is done in the second part.
 
 Between the parts a micro-batch holds the gradients that were noted, and of what its forward saved only what the
 second part asks for. Which that is, is seen at the first micro-batch, where both parts run at once.
@@ -43,16 +44,16 @@ class DelayedWeights:
     stems: tuple[tuple[list[GradientEdge], list[Tensor | None], tuple[nn.Parameter, ...]], ...] = ()
     """results of a stem, their gradients, and the weights below"""
     free: tuple[nn.Parameter, ...] = ()
-    """weights that no trunk leads to, with what to differentiate for them and the errors of that"""
+    """weights that no trunk leads to, with what to differentiate for them and the gradients of that"""
     outputs: tuple[Tensor | GradientEdge, ...] = ()
-    errors: tuple[Tensor | None, ...] = ()
+    output_gradients: tuple[Tensor | None, ...] = ()
     saved: SavedValues | None = None
 
     def gradients(self) -> list[Tensor]:
         """What it holds beside the graph."""
         noted = [item for _, gradients, _ in self.entered for entered in gradients for item in entered]
         noted += [item for _, gradients, _ in self.stems for item in gradients]
-        return [item for item in (*noted, *self.errors) if item is not None]
+        return [item for item in (*noted, *self.output_gradients) if item is not None]
 
     def run(self) -> None:
         """Add the weight gradients to `.grad`."""
@@ -62,7 +63,7 @@ class DelayedWeights:
         for edges, found, weights in self.stems:
             _add_below(edges, found, weights)
         if self.free:
-            _add(self.outputs, self.errors, self.free)
+            _add(self.outputs, self.output_gradients, self.free)
         if self.saved is not None:
             self.saved.keep_only(())  # a value may hold the graph that holds it
 
@@ -76,9 +77,11 @@ def _add_below(
         _add([edge for edge, _ in pairs], [gradient for _, gradient in pairs], weights)
 
 
-def _add(outputs: Sequence[Any], errors: Sequence[Tensor | None], weights: Sequence[nn.Parameter]) -> None:
+def _add(
+    outputs: Sequence[Any], output_gradients: Sequence[Tensor | None], weights: Sequence[nn.Parameter]
+) -> None:
     """Gradients by `grad`, because `backward` does not start from edges in every version of torch."""
-    _accumulate(weights, torch.autograd.grad(outputs, weights, errors, allow_unused=True))
+    _accumulate(weights, torch.autograd.grad(outputs, weights, output_gradients, allow_unused=True))
 
 
 def _accumulate(values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -90,13 +93,15 @@ def _accumulate(values: Sequence[Tensor], gradients: Sequence[Tensor | None]) ->
 
 def _backward(
     outputs: Sequence[Tensor],
-    errors: Sequence[Tensor | None],
+    output_gradients: Sequence[Tensor | None],
     wanted: Sequence[Tensor],
     results: Sequence[GradientEdge],
 ) -> list[Tensor | None]:
     """Gradients into `.grad` of what is wanted, and those of the results, which are returned; keeps the graph."""
     inputs: Any = (*wanted, *results)
-    found = torch.autograd.grad(tuple(outputs), inputs, tuple(errors), retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(
+        tuple(outputs), inputs, tuple(output_gradients), retain_graph=True, allow_unused=True
+    )
     _accumulate(wanted, found[: len(wanted)])
     return list(found[len(wanted) :])
 
@@ -117,12 +122,12 @@ class SplitBackward:
     def run(
         self,
         outputs: Sequence[Tensor],
-        errors: Sequence[Tensor | None],
+        output_gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
         *,
         saved: SavedValues | None = None,
     ) -> DelayedWeights:
-        """The first part: errors into the inputs' `.grad`. All outputs have a gradient, all inputs want one.
+        """The first part: gradients into the inputs' `.grad`. All outputs have a gradient, all inputs want one.
 
         With `saved`, what the forward saved, which must be in the same order every time, the second part of the
         first micro-batch follows at once, and from then on nothing is held that it does not need.
@@ -149,9 +154,9 @@ class SplitBackward:
         taken: list[Tensor | None] = []
         try:
             if edges:
-                taken = _backward(outputs, errors, wanted, list(itertools.chain(*edges)))
+                taken = _backward(outputs, output_gradients, wanted, list(itertools.chain(*edges)))
             elif wanted:
-                torch.autograd.backward(tuple(outputs), tuple(errors), inputs=wanted, retain_graph=True)
+                torch.autograd.backward(tuple(outputs), tuple(output_gradients), inputs=wanted, retain_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -165,8 +170,8 @@ class SplitBackward:
             entered=tuple(entered),
             stems=stems,
             free=free,
-            outputs=tuple(map(_root, outputs, errors)) if free else (),
-            errors=tuple(errors) if free else (),
+            outputs=tuple(map(_root, outputs, output_gradients)) if free else (),
+            output_gradients=tuple(output_gradients) if free else (),
             saved=saved,
         )
         if saved is None:
@@ -179,9 +184,10 @@ class SplitBackward:
         return delayed
 
 
-def _root(output: Tensor, error: Tensor | None) -> Tensor | GradientEdge:
-    """Where to start from, without the values of the output; one that has no error is a loss, a single number."""
-    return output if error is None else get_gradient_edge(output)
+def _root(output: Tensor, gradient: Tensor | None) -> Tensor | GradientEdge:
+    """Where to start from, without the values of the output; one that has no gradient is a loss, a single
+    number."""
+    return output if gradient is None else get_gradient_edge(output)
 
 
 def _noting(noted: list[tuple[Tensor | None, ...]]) -> Callable[[tuple[Tensor, ...]], None]:

@@ -34,7 +34,7 @@ Gradients = dict[str, Tensor]
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 """relative, where both add up in the same order"""
 _OTHER_ORDER = {torch.float64: 1e-12, torch.float32: 1e-4}
-"""relative, of a whole mini-batch and its micro-batches"""
+"""relative, of a whole global batch and its micro-batches"""
 _COARSE = 1e-2
 """relative, of any other dtype"""
 _CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def train_alone(
     before_update: Callable[[int, float], None],
     device: torch.device = _CPU,
 ) -> AloneResult:
-    """Train the whole model on one device, each mini-batch with one loss of all its samples and one backward.
+    """Train the whole model on one device, each global batch with one loss of all its samples and one backward.
 
     Before each update `before_update(step, loss)` is called, with the gradients in the parameters. A model that
     draws random numbers or normalises by statistics of the batch has its outputs computed in the micro-batches of
@@ -170,7 +170,7 @@ class _Alone:
         return self._whole.run(leaves, microbatch, position), None
 
     def _compare_weights(self, inputs: Any, target: Any, weighed: Sequence[Weighed]) -> None:
-        """In evaluation mode a model draws no numbers, so there the weights can be told from the whole."""
+        """In evaluation mode a model draws no numbers, so there the weights can be had from the whole."""
         whole, outputs = self._whole.evaluated(inputs, target)
         _, targets = self._whole.split(inputs, target)
         losses = [float(self._whole.loss_of(*pair)) for pair in zip(outputs, targets, strict=True)]

@@ -1,6 +1,6 @@
 """A whole model in one process on one device, as a run is compared with.
 
-Nothing here weighs the losses of micro-batches: the loss is that of the whole mini-batch.
+Nothing here weighs the losses of micro-batches: the loss is that of the whole global batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class WholeModel:
-    """Runs a mini-batch or its micro-batches on a device, where its module is moved.
+    """Runs a global batch or its micro-batches on a device, where its module is moved.
 
     The module runs as it is; if it draws random numbers it is captured instead, whole, because only so can every
     draw be seeded as in the pipeline. That holds for ranks on the same kind of device: a GPU draws other numbers

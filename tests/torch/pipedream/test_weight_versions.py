@@ -16,8 +16,8 @@ from bapipe.schedule.actions import Action, Lane
 from bapipe.schedule.generators import capped, pipedream, with_update
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.torch.inputs.build_model import BuiltModel
-from bapipe.torch.pipedream.weight_versions import WeightStash
-from bapipe.torch.runtime.plan_checks import runnable_schedule
+from bapipe.torch.pipedream.weight_versions import WeightVersions
+from bapipe.torch.runtime.plan_checks import as_runnable, check_plan
 from bapipe.torch.stage.loss import LossOfEach
 from bapipe.torch.verify.stale_check import Holding, train_stale
 from paths import REPOSITORY
@@ -88,7 +88,7 @@ def _order(lag: int, count: int) -> list[tuple[str, int]]:
 def test_a_backward_sees_what_its_forward_saw(lag: int, count: int) -> None:
     weight = nn.Parameter(torch.tensor([2.0, 3.0], dtype=torch.float64))
     frozen = nn.Parameter(torch.tensor([7.0]), requires_grad=False)
-    stash = WeightStash({"weight": weight, "frozen": frozen}, lag)
+    stash = WeightVersions({"weight": weight, "frozen": frozen}, lag)
     stash.begin(count)
     history = [weight.detach().clone()]
     losses: dict[int, Tensor] = {}
@@ -110,7 +110,7 @@ def test_a_backward_sees_what_its_forward_saw(lag: int, count: int) -> None:
                 with torch.no_grad():
                     weight.sub_(0.01 * weight.grad)
 
-            stash.update(number, apply)
+            stash.step(number, apply)
             history.append(weight.detach().clone())
     assert len(history) == count + 1
     assert stash.peak == min(lag + 1, count)
@@ -130,20 +130,20 @@ def test_which_plans_never_flush() -> None:
     plan = read_plan(ROOT / "examples" / "plan.json")
     M = plan.microbatches
     endless = replace(plan, schedule=ScheduleFile.of(pipedream(2, M)))
-    assert not runnable_schedule(endless).flushes
-    assert not runnable_schedule(endless, flushes=False).flushes
+    assert not check_plan(endless).schedule.flushes
+    assert not as_runnable(endless, flushes=False).schedule.flushes
     with pytest.raises(BaPipeError, match="pipedream updates while it runs; train it with PipeDream"):
-        runnable_schedule(endless, flushes=True)
+        as_runnable(endless, flushes=True)
     with pytest.raises(BaPipeError, match="waits for every mini-batch to end; train it with Pipeline"):
-        runnable_schedule(plan, flushes=False)
+        as_runnable(plan, flushes=False)
     updated = replace(endless, schedule=ScheduleFile.of(with_update(pipedream(2, M))))
     with pytest.raises(BaPipeError, match="1F1B's order only"):
-        runnable_schedule(updated)
+        check_plan(updated)
     lanes = pipedream(2, M).lanes
     swapped = Lane.of(0, [Action(0, lanes[0][0].kind, 1), Action(0, lanes[0][0].kind, 0), *list(lanes[0])[2:]])
     other = replace(endless.schedule.to_schedule(), lanes=(swapped, lanes[1]))
     with pytest.raises(BaPipeError, match="order"):
-        runnable_schedule(replace(endless, schedule=ScheduleFile.of(other)))
+        check_plan(replace(endless, schedule=ScheduleFile.of(other)))
 
 
 def test_old_run_records_have_one_version() -> None:
@@ -158,7 +158,7 @@ def test_weights_in_one_piece_stay_in_one_in_every_version() -> None:
         "other": nn.Parameter(piece[2:].view(2, 2)),
         "inside": nn.Parameter(large[50:52]),
     }
-    stash = WeightStash(parameters, lag=2)
+    stash = WeightVersions(parameters, lag=2)
     stash.begin(4)
 
     def addresses() -> list[int]:
@@ -168,7 +168,7 @@ def test_weights_in_one_piece_stay_in_one_in_every_version() -> None:
     for microbatch in range(3):
         for tensor in stash.weights(microbatch).values():
             tensor.grad = torch.ones_like(tensor)
-        stash.update(microbatch, lambda: [item.data.sub_(item.grad) for item in parameters.values()] and None)
+        stash.step(microbatch, lambda: [item.data.sub_(item.grad) for item in parameters.values()] and None)
         seen.append(addresses())
         sizes.append(parameters["inside"].untyped_storage().nbytes())
     assert all(one == other for one, other, _ in seen)

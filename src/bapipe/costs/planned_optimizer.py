@@ -1,0 +1,43 @@
+"""The optimizer that a plan is for, and its memory: as a profile measured it, or by the table of common ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bapipe.costs.optimizers import DEFAULT_OPTIMIZER, OptimizerMemory, find_optimizer
+from bapipe.costs.profile import Profile
+from bapipe.errors import BaPipeError
+
+__all__ = ["PlannedOptimizer", "planned_optimizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedOptimizer:
+    """An optimizer by its name in plans, and what it needs beside weights and gradients."""
+
+    name: str = DEFAULT_OPTIMIZER
+    memory: OptimizerMemory = find_optimizer(DEFAULT_OPTIMIZER)  # noqa: RUF009 (a constant of the table)
+
+
+def planned_optimizer(profile: Profile, types: Iterable[str], wanted: str | None) -> PlannedOptimizer:
+    """The optimizer to plan with: the wanted one, else the one that the profile was measured with, else sgd.
+
+    Its memory is what the profile measured with it, on the accelerator type that needs most. An optimizer that
+    neither a profile nor the table of common ones knows is refused.
+    """
+    tables = [profile.table(name) for name in types]
+    timed = sorted({table.optimizer for table in tables if table.optimizer is not None})
+    if wanted is None and len(timed) > 1:
+        raise BaPipeError(f"the profile was measured with {' and '.join(timed)}; say which with --optimizer")
+    name = wanted or (timed[0] if timed else DEFAULT_OPTIMIZER)
+    known = [table for table in tables if table.optimizer == name and table.optimizer_state is not None]
+    parameters = sum(layer.parameters for layer in profile.layers)
+    if len(known) < len(tables) or not parameters:
+        return PlannedOptimizer(name=name, memory=find_optimizer(name))
+    each = sum(layer.weight_bytes for layer in profile.layers) / parameters
+    memory = OptimizerMemory(
+        state=max(table.optimizer_state or 0.0 for table in known) / each,
+        workspace=max(table.optimizer_workspace or 0.0 for table in known) / each,
+    )
+    return PlannedOptimizer(name=name, memory=memory)

@@ -1,0 +1,243 @@
+"""The engine of one rank: its stages, its channels to other ranks, its watchdog, and a global batch through them.
+
+`Pipeline` and `PipeDream` each hold one. An engine is made in phases, each of which is logged at INFO:
+
+    capture   the model -> layers, cut where the plan cuts it
+    build     this rank's stages on its device, with weights
+    connect   process groups and the transport to other ranks
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapipe.errors import BaPipeError
+from bapipe.schedule.actions import Action
+from bapipe.torch.capturing import Captured
+from bapipe.torch.comm import Transport, guarded
+from bapipe.torch.comm.choose_transport import make_transport
+from bapipe.torch.device.allocator import keep_in_pages
+from bapipe.torch.health.watchdog import Watch
+from bapipe.torch.runtime.action_clock import clock_for
+from bapipe.torch.runtime.build_stages import (
+    Build,
+    OwnStages,
+    materialise_stages,
+    own_stages,
+    planned_model,
+    stage_parameters,
+)
+from bapipe.torch.runtime.executor import Executor, RankTrace
+from bapipe.torch.runtime.gradient_sync import MakeSums, Reducer, TiedWeights
+from bapipe.torch.runtime.microbatches import split_inputs, split_targets
+from bapipe.torch.runtime.pipeline_options import PipelineOptions
+from bapipe.torch.runtime.plan_checks import RunnablePlan
+from bapipe.torch.runtime.process_group import device_of, join
+from bapipe.torch.runtime.rank_state import RankState
+from bapipe.torch.stage.loss import LossFunction, LossSum, LossTotals
+from bapipe.torch.stage.loss_weighing import Weighing
+from bapipe.torch.stage.runner import StageRunner
+
+__all__ = ["Engine", "MicroBatches"]
+
+_logger = logging.getLogger(__name__)
+MicroBatches = tuple[list[Any], list[Any]]
+"""each micro-batch's input leaves, and its target; empty where a rank needs none"""
+
+
+class Engine:
+    """All that training by a plan takes on one rank; made on every rank at once."""
+
+    def __init__(
+        self,
+        build_model: Build | Captured,
+        runnable: RunnablePlan,
+        loss_fn: LossFunction | None,
+        *,
+        checkpoint: str | Path | Mapping[str, Tensor] | None,
+        options: PipelineOptions,
+        make_sums: MakeSums,
+    ) -> None:
+        """`make_sums` says which gradients are summed over which ranks; the rest is as in `Pipeline`."""
+        self.plan, self.schedule, self.sizes = runnable.plan, runnable.schedule, runnable.sizes
+        self.rank = join(self.plan, options.timeout)
+        self.device = device_of(self.plan, options.device)
+        keep_in_pages(self.device)
+        self.stages = tuple(self.schedule.stages_of(self.rank))
+        """the (virtual) stages of this rank"""
+        self.is_last = self.schedule.num_stages - 1 in self.stages
+        """whether this rank computes the loss"""
+        self.steps = 0
+        """global batches trained so far"""
+        self.watch = options.watch or Watch(runnable.stages_by_rank(), timeout=options.timeout)
+        """notices ranks that fail, and lets others know if this one does"""
+        self.timeout = datetime.timedelta(seconds=options.timeout)
+        """how long a silent rank is waited for"""
+        self.clock = clock_for(self.device, trace=options.trace)
+        self._autocast = options.autocast
+        self._dtypes_known = False
+        with self.watch.guard():
+            self._phase("capturing the model")
+            captured = planned_model(build_model, self.plan, options.seed)
+            self._phase(f"building {_named_stages(self.stages)} on {self.device}")
+            users = stage_parameters(captured, self.plan)
+            self.own = self._own_stages(captured, checkpoint, options.seed or 0)
+            # One replica of the last stage warns where it is not known over what the loss is a mean.
+            self.weighing = Weighing(loss_fn, self.own.loss, warns=self.schedule.placement[-1][0] == self.rank)
+            self.loss = LossSum(self.weighing, self.sizes)
+            self.runners = self._make_runners()
+            self.state = RankState(captured, self.schedule, self.rank, self.runners, users)
+            self._phase(f"connecting to {len(self.plan.ranks) - 1} other ranks")
+            self.reducers, self.tied = self._make_sums(make_sums, users)
+            self.transport: Transport = make_transport(
+                options.transport, device=self.device, timeout=options.timeout
+            )
+            _logger.info("rank %d is ready: tensors cross by %s", self.rank, self.transport.name)
+        note = self.watch.progress.note_action
+        self.executor = Executor(
+            self.rank,
+            self.schedule,
+            self.runners,
+            self.transport,
+            messages=lambda boundary, item, onward: self.own.message(boundary, self.sizes[item], onward),
+            reducers=self.reducers,
+            clock=self.clock,
+            on_action=note if options.on_action is None else _both(note, options.on_action),
+            on_gradients=self.tied.start,
+        )
+        self.watch.follow(self.executor)
+
+    def _phase(self, what: str) -> None:
+        self.watch.progress.note(what)
+        _logger.info("rank %d is %s", self.rank, what)
+
+    def _own_stages(
+        self, captured: Captured, checkpoint: str | Path | Mapping[str, Tensor] | None, seed: int
+    ) -> OwnStages:
+        materialise_stages(captured, self.plan, self.stages, checkpoint, seed)
+        return own_stages(captured, self.plan, self.schedule, rank=self.rank, sizes=self.sizes, device=self.device)
+
+    def _make_runners(self) -> dict[int, StageRunner]:
+        last = self.schedule.num_stages - 1
+        split = self.schedule.parted_stages()
+        return {
+            index: StageRunner(
+                index,
+                modules,
+                sizes=self.sizes,
+                evaluation=self.own.evaluation[index],
+                device=self.device,
+                recompute=self.plan.stages[index].recompute,
+                split=index in split,
+                loss=self.loss if index == last else None,
+                output=self.own.output if index == last else None,
+            )
+            for index, modules in self.own.stages.items()
+        }
+
+    def _make_sums(
+        self, make_sums: MakeSums, users: Mapping[str, tuple[int, ...]]
+    ) -> tuple[dict[int, Reducer], TiedWeights]:
+        own = {stage: dict(runner.module.named_parameters()) for stage, runner in self.runners.items()}
+        return make_sums(self.schedule.placement, users, own, self.timeout)
+
+    def close(self) -> None:
+        """Let go of threads and links; every rank has taken its last step."""
+        self.watch.close()
+        self.transport.close()
+
+    def cut(self, inputs: Any, targets: Any) -> MicroBatches:
+        """Each micro-batch's input leaves and target, empty where they are not needed here."""
+        leaves: list[Any] = []
+        own_targets: list[Any] = []
+        needed = set(self.own.needed)
+        if needed and inputs is None:
+            raise BaPipeError(f"rank {self.rank} needs the inputs, got None; give every rank the mini-batch")
+        # A rank that needs none of it looks at it all the same, so that all ranks refuse a wrong one.
+        if inputs is not None:
+            leaves = split_inputs(self.own.inputs, inputs, self.sizes, needed=needed)
+        if targets is not None:
+            device = self.device if self.is_last else torch.device("cpu")
+            own_targets = split_targets(targets, self.sizes, device)
+        return leaves, own_targets
+
+    def run(self, batch: MicroBatches, *, training: bool) -> RankTrace | None:
+        """One global batch through the executor; what this rank did, if that is traced."""
+        leaves, targets = batch
+        self.loss.begin()
+        if self._autocast is None:
+            return self.executor.run(self.steps, inputs=leaves, targets=targets, training=training)
+        for runner in self.runners.values():
+            if runner.stage < self.schedule.num_stages - 1:
+                message = self.own.message(runner.stage, self.sizes[0], True)
+                runner.sent_dtypes = tuple(about.dtype for about in message)
+        with torch.autocast(self.device.type, self._autocast):
+            trace = self.executor.run(self.steps, inputs=leaves, targets=targets, training=training)
+        self._agree_on_dtypes()
+        return trace
+
+    def _agree_on_dtypes(self) -> None:
+        """Autocast decides in which dtype a value is made: after the first batch it crosses as it is made."""
+        if self._dtypes_known:
+            return
+        made = {runner.stage: runner.made_dtypes for runner in self.runners.values() if runner.made_dtypes}
+        everywhere: list[dict[int, tuple[torch.dtype, ...]]] = [{}] * dist.get_world_size()
+        with self.watch.meeting("agreeing on dtypes"), guarded(None):
+            dist.all_gather_object(everywhere, made)
+        for boundary, dtypes in sorted({key: item for rank in everywhere for key, item in rank.items()}.items()):
+            self.own.set_dtypes(boundary, dtypes)
+        self._dtypes_known = True
+
+    def summed_loss(self, *, divide: bool) -> float:
+        """The loss of the global batch, from the ranks that computed it; divides gradients by the count, if any.
+
+        Where nothing was counted the loss is no number, as in one process, and the gradients are 0.
+        """
+        sums = torch.tensor(self.loss.sums(), dtype=torch.float64)
+        with self.watch.meeting("summing the loss"), guarded(None):
+            dist.all_reduce(sums)
+        totals = LossTotals(*sums.tolist())
+        divisor = totals.divisor()
+        if divisor is None:
+            return totals.loss
+        if divisor == 0:
+            return math.nan
+        if divide:
+            for parameter in self.state.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad /= divisor
+        return totals.loss / divisor
+
+    def evaluate(self, inputs: Any, targets: Any) -> float:
+        """The loss of one global batch in evaluation mode, on every rank; nothing changes."""
+        with self.watch.guard():
+            self.watch.progress.note(f"evaluating after {self.steps} steps")
+            batch = self.cut(inputs, targets)
+            written = [(buffer, buffer.clone()) for _, buffer in self.state.named_buffers()]
+            self.loss.scale = None
+            self.run(batch, training=False)
+            with torch.no_grad():
+                for buffer, value in written:
+                    buffer.copy_(value)
+            return self.summed_loss(divide=False)
+
+
+def _named_stages(stages: tuple[int, ...]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def _both(first: Callable[[Action], None], second: Callable[[Action], None]) -> Callable[[Action], None]:
+    def call(action: Action) -> None:
+        first(action)
+        second(action)
+
+    return call

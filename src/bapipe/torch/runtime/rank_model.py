@@ -1,0 +1,132 @@
+"""What a `Pipeline` and a `PipeDream` offer alike: the model's state on this rank, evaluation, and closing."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.records.plan import Plan
+from bapipe.torch.capturing.stage_module import Slice
+from bapipe.torch.health.watchdog import Watch
+from bapipe.torch.runtime.action_clock import ActionClock
+from bapipe.torch.runtime.engine import Engine
+from bapipe.torch.runtime.executor import Executor
+
+__all__ = ["RankModel"]
+
+
+class RankModel:
+    """This rank's part of a model, over its engine; how it is trained is the subclass's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        """stages, channels, watchdog and clock of this rank"""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of threads and links; every rank has taken its last step. A `with` block does it."""
+        self.engine.close()
+
+    @property
+    def plan(self) -> Plan:
+        """What is trained by."""
+        return self.engine.plan
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the plan."""
+        return self.engine.rank
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return self.engine.device
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The (virtual) stages of this rank."""
+        return self.engine.stages
+
+    @property
+    def steps(self) -> int:
+        """Global batches trained so far."""
+        return self.engine.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.engine.steps = steps
+
+    @property
+    def watch(self) -> Watch:
+        """Notices ranks that fail, and lets others know if this one does."""
+        return self.engine.watch
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        """How long a silent rank is waited for."""
+        return self.engine.timeout
+
+    @property
+    def clock(self) -> ActionClock:
+        """Times what this rank does."""
+        return self.engine.clock
+
+    @property
+    def executor(self) -> Executor:
+        """Runs the actions of this rank."""
+        return self.engine.executor
+
+    @property
+    def transport(self) -> str:
+        """How tensors get to other ranks."""
+        return self.engine.transport.name
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names in the model's state_dict -> the first name of the same tensor."""
+        return self.engine.state.aliases
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this rank's stages, for an optimizer."""
+        return iter(self.engine.state.parameters.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the model's own names; of tied ones the first."""
+        return iter(self.engine.state.parameters.items())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of this rank's stages that the model's state_dict has."""
+        return self.engine.state.named_buffers()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and saved buffers of this rank's stages, under the model's own names."""
+        return self.engine.state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part out of the state of the whole model."""
+        self.engine.state.load_state_dict(state)
+
+    def held(self, *, buffers_once: bool = False) -> Iterator[tuple[str, Tensor, Slice | None]]:
+        """All that this rank keeps of the model's state: the first name of each tensor, and which part it is.
+
+        A part of None is all of it. Rank 0 also has what no stage uses. With `buffers_once` only the first replica
+        of a stage has its buffers: running statistics differ between replicas, each of which saw other samples.
+        """
+        return self.engine.state.held(buffers_once=buffers_once)
+
+    def evaluate(self, inputs: Any, targets: Any = None) -> float:
+        """The loss of one global batch in evaluation mode, on every rank; nothing changes.
+
+        Raises RunError where this rank or another one fails, and BaPipeError, before anything runs, where the
+        batch is not the planned one.
+        """
+        return self.engine.evaluate(inputs, targets)

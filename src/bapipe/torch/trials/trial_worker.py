@@ -1,0 +1,91 @@
+"""One rank of trials, as torchrun starts it: several plans of one model, one after another.
+
+The model is built and captured once. Each plan trains at a learning rate of 0, so that all see the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+if __name__ == "__main__":  # before torch, which takes seconds to import
+    from bapipe.torch.health.parent_death import end_with_parent, noted_parent
+
+    end_with_parent(noted_parent(sys.argv))
+
+import torch
+import torch.distributed as dist
+
+from bapipe.errors import BaPipeError
+from bapipe.records.plan import Plan
+from bapipe.records.run_record import write_run
+from bapipe.torch.capturing import capture
+from bapipe.torch.health.failure import Failure, RunError, write_failure, write_finished
+from bapipe.torch.inputs.build_model import build_model
+from bapipe.torch.launch.log_lines import print_log
+from bapipe.torch.launch.run_options import RunOptions, parse_options
+from bapipe.torch.launch.train import PreparedModel, train
+from bapipe.torch.runtime.plan_checks import threads_of, trusted_plan
+from bapipe.torch.runtime.process_group import join
+from bapipe.torch.stage.error_context import one_line
+from bapipe.torch.trials.trial_record import read_jobs, result_file
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this rank to its end; why it failed is left for the process that started it."""
+    parser = argparse.ArgumentParser(prog="bapipe.torch.trials.trial_worker", description="One rank of trials.")
+    parser.add_argument("folder", type=Path, help="with trials.json; records go there")
+    parser.add_argument("options", help="RunOptions, as JSON")
+    parser.add_argument("--code", type=Path, required=True, help="folder to look for the model's code in")
+    parser.add_argument("--notes", type=Path, required=True, help="folder for the launcher's notes")
+    read = parser.parse_args(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        _run(read.folder, parse_options(read.options), read.code)
+    except RunError as error:
+        if not error.reported:
+            write_failure(error.failure, read.notes, by=rank)
+        return error.failure.code
+    except Exception as error:
+        code = 2 if isinstance(error, BaPipeError) else 1
+        where = "" if isinstance(error, BaPipeError) else f"rank {rank}"
+        failure = Failure(rank=rank, by=rank, where=where, reason=one_line(error), code=code, at=time.time())
+        write_failure(failure, read.notes, by=rank)
+        return code
+    write_finished(read.notes, by=rank)
+    return 0
+
+
+def _run(folder: Path, options: RunOptions, code: Path) -> None:
+    jobs = read_jobs(folder)
+    first = jobs[0][0]
+    rank = join(first, options.timeout)
+    torch.set_num_threads(threads_of(first))
+    print_log(None)
+    prepared = _prepare(first, options, code)
+    for number, (plan, steps) in enumerate(jobs):
+        record = train(trusted_plan(plan), replace(options, steps=steps, learning_rate=0.0), prepared=prepared)
+        prepared.captured.module.to("cpu").zero_grad(set_to_none=True)
+        if rank == 0 and record is not None:
+            write_run(record, result_file(folder, number))
+    dist.destroy_process_group()
+
+
+def _prepare(plan: Plan, options: RunOptions, code: Path) -> PreparedModel:
+    built = build_model(plan.model, folders=(code,), seed=options.seed, dtype=plan.dtype)
+    captured = capture(built.module, built.args, built.kwargs, check=False)
+    return PreparedModel(built=built, captured=captured)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,101 @@
+"""The engine that a `Pipeline` holds: its phases, its trace, and that nobody reaches into another class."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="running a plan needs torch: pip install bapipe[torch]")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from bapipe.records.plan import Plan, PlanStage, read_plan  # noqa: E402
+from bapipe.schedule.generators import make_schedule  # noqa: E402
+from bapipe.schedule.schedule_file import ScheduleFile  # noqa: E402
+from bapipe.torch.runtime.pipeline import Pipeline  # noqa: E402
+from paths import REPOSITORY  # noqa: E402
+
+SOURCE = REPOSITORY / "src" / "bapipe" / "torch"
+
+
+def build() -> tuple[nn.Module, tuple[torch.Tensor], dict[str, object]]:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double(), (torch.rand(4, 6).double(),), {}
+
+
+def one_rank() -> Plan:
+    """The whole of `build` on one rank, in two micro-batches of four samples."""
+    plan = read_plan(REPOSITORY / "examples" / "plan.json")
+    names = ("0", "2")
+    stage: PlanStage = replace(plan.stages[0], first_layer=0, last_layer=1, layers=names, recompute=False)
+    return replace(
+        plan,
+        model=replace(plan.model, fingerprint=None),
+        dtype="fp64",
+        minibatch=8,
+        microbatches=2,
+        microbatch_size=4,
+        stages=(stage,),
+        schedule=ScheduleFile.of(make_schedule("1f1b-so", 1, 2)),
+    )
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def gradients(*, trace: bool) -> tuple[float, list[torch.Tensor], Pipeline]:
+    torch.manual_seed(1)
+    inputs, targets = torch.rand(8, 6).double(), torch.rand(8, 4).double()
+    with Pipeline(build, one_rank(), functional.mse_loss, trace=trace) as pipe:
+        loss = pipe.step(inputs, targets)
+    return loss, [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None], pipe
+
+
+@pytest.mark.usefixtures("group")
+def test_without_a_trace_nothing_is_timed_and_the_gradients_are_the_same() -> None:
+    loss, found, traced = gradients(trace=True)
+    assert traced.trace is not None
+    assert [action for action, _, _ in traced.trace.events] == ["0F0", "0F1", "0B0", "0B1"]
+    again, untimed, pipe = gradients(trace=False)
+    assert pipe.trace is None
+    assert pipe.peak_in_flight == traced.peak_in_flight == {0: 2}
+    assert again == loss
+    assert len(untimed) == len(found) == 4
+    assert all(torch.equal(mine, other) for mine, other in zip(untimed, found, strict=True))
+
+
+@pytest.mark.usefixtures("group")
+def test_each_phase_is_logged_before_it_begins(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="bapipe"), Pipeline(build, one_rank(), functional.mse_loss):
+        pass
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 is capturing the model",
+        "rank 0 is building stage 0 on cpu",
+        "rank 0 is connecting to 0 other ranks",
+        "rank 0 is ready: tensors cross by gloo",
+    ]
+    assert {record.name.partition(".")[0] for record in caplog.records} == {"bapipe"}
+
+
+def test_no_class_uses_a_private_attribute_of_another() -> None:
+    """`_init_weights` is what modules of transformers have in place of `reset_parameters`."""
+    for path in [file for folder in ("runtime", "pipedream", "launch") for file in (SOURCE / folder).glob("*.py")]:
+        found = [
+            f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and ast.unparse(node.value) not in ("self", "os")
+            and node.attr != "_init_weights"
+        ]
+        assert found == []

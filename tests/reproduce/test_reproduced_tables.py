@@ -48,9 +48,9 @@ def test_tables_one_and_two_are_exact(tables: Tables, name: str) -> None:
 
 def test_table_two_as_printed(tables: Tables) -> None:
     """N=3, M=8, F=10, B=20, SR=5, by hand: 10·30 + (9 − ⌈7/3⌉)·10 and 10·30 + 2·10."""
-    assert ours(tables["table2"], "Mini-batch time", "1F1B-SNO") == 360
-    assert ours(tables["table2"], "Mini-batch time", "1F1B-SO") == 320
-    assert ours(tables["table2"], "Features memory, i=1 (in a)", "1F1B-SO") == 6
+    assert ours(tables["table2"], "Time per global batch", "1F1B-SNO") == 360
+    assert ours(tables["table2"], "Time per global batch", "1F1B-SO") == 320
+    assert ours(tables["table2"], "Activation memory, i=1 (in a)", "1F1B-SO") == 6
 
 
 def test_the_dp_ratios_are_the_paper_s(tables: Tables) -> None:
@@ -105,7 +105,7 @@ def test_every_pipeline_has_accumulated_dp_beside_it(tables: Tables) -> None:
     for run in TABLE3:
         if run.bapipe is not None:
             for system in ("GPipe", "BaPipe"):
-                assert (run.row, f"{system}'s mini-batch by DP, accumulated") in columns
+                assert (run.row, f"{system}'s global batch by DP, accumulated") in columns
 
 
 def test_one_rate_for_all_models_and_only_dp_is_fitted(tables: Tables) -> None:

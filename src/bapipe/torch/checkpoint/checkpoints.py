@@ -90,10 +90,12 @@ class Checkpoints:
         keep: int = 2,
         asynchronous: bool = False,
         say: Callable[[str], None] | None = None,
+        read_only: bool = False,
     ) -> None:
         """`keep` is how many complete checkpoints stay; with `asynchronous` files are written while training goes
         on, from a copy in host memory. Where a checkpoint could not be written `say` is called on rank 0, with one
-        line; by default it is logged as a warning. BaPipeError, on all ranks, where `folder` cannot be written.
+        line; by default it is logged as a warning. BaPipeError, on all ranks, where `folder` cannot be written, unless
+        it is to be `read_only`: then checkpoints are loaded from it and none is saved.
         """
         if keep < 1:
             raise BaPipeError(f"at least 1 checkpoint must be kept, got {keep}; raise keep")
@@ -114,7 +116,8 @@ class Checkpoints:
             # Its own, so that what is written beside the training does not meet the training's own messages.
             group = dist.new_group(backend="gloo", timeout=pipe.timeout)
             self._ranks = RankConsensus(group, self.folder)
-            self._ranks.decided(lambda: require_writable(self.folder))
+            if not read_only:
+                self._ranks.decided(lambda: require_writable(self.folder))
 
     def lock(self) -> None:
         """Keep other runs from writing into the folder until `close`; BaPipeError if one does.

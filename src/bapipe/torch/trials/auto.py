@@ -23,7 +23,7 @@ from bapipe.hardware.cluster_toml import cluster_toml
 from bapipe.io.files import write_text
 from bapipe.models.builtin import Argument
 from bapipe.models.model_spec import model_ref
-from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
+from bapipe.planner import Exploration, Request, explore, make_plan
 from bapipe.records.plan import Plan, write_plan
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.profiler import MeasureSettings, profile_model
@@ -134,7 +134,7 @@ def auto(
     label, seconds = found.best.candidate.label, predicted.prediction.time
     say(f"  {label}: {format_seconds(seconds)} per global batch predicted")
     plan, raced = predicted, None
-    candidates = race_candidates(found, limit=options.racing)
+    candidates = _candidates(found, options.racing)
     if len(candidates) > 1:
         steps.begin(
             f"racing {len(candidates)} plans that lie within error of each other", 2 * _seconds(candidates)
@@ -239,3 +239,10 @@ def _sizes(batch: int, ranks: int) -> tuple[int, ...]:
 
 def _seconds(plans: tuple[Plan, ...]) -> float:
     return _START + sum(steps_for(plan) * plan.prediction.time for plan in plans)
+
+
+def _candidates(found: Exploration, limit: int) -> tuple[Plan, ...]:
+    from dataclasses import replace
+
+    close = [item for item in found.considered if item.short is None and item.time <= 1.1 * found.best.time]
+    return tuple(make_plan(replace(found, best=item)) for item in close[:limit])

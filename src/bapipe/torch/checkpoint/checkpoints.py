@@ -94,8 +94,8 @@ class Checkpoints:
     ) -> None:
         """`keep` is how many complete checkpoints stay; with `asynchronous` files are written while training goes
         on, from a copy in host memory. Where a checkpoint could not be written `say` is called on rank 0, with one
-        line; by default it is logged as a warning. BaPipeError, on all ranks, where `folder` cannot be written, unless
-        it is to be `read_only`: then checkpoints are loaded from it and none is saved.
+        line; by default it is logged as a warning. BaPipeError, on all ranks, where `folder` cannot be written,
+        unless it is to be `read_only`: then checkpoints are loaded from it and none is saved.
         """
         if keep < 1:
             raise BaPipeError(f"at least 1 checkpoint must be kept, got {keep}; raise keep")

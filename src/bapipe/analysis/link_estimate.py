@@ -48,23 +48,23 @@ class LinkEstimate:
     because there are too few transfers, or because the links of a node share a bus"""
 
 
-def estimate_links(plan: Plan, measured: Timeline) -> tuple[LinkEstimate, ...]:
-    """An estimate for each of the cluster's links over which something was waited for.
+def estimate_links(plan: Plan, *measured: Timeline) -> tuple[LinkEstimate, ...]:
+    """An estimate for each of the cluster's links over which something was waited for, in any of these steps.
 
     Messages of one size cannot tell latency from bandwidth, so both are scaled by one ratio: right for messages
     near those of the run. Empty where a transfer starts with the compute that makes it (cut-through).
     """
-    if plan.schedule.sending != "after-compute" or not len(measured.transfers):
+    if plan.schedule.sending != "after-compute":
         return ()
     cluster = plan.cluster
     names = [accelerator.name for accelerator in cluster.accelerators]
     index = [names.index(name) for name in plan.ranks]
     found: dict[str, list[tuple[float, float, float]]] = {}
     links: dict[str, Link | None] = {}
-    for source, to_rank, seconds in _waited_for(measured):
-        ends = index[int(measured.ranks[source])], index[to_rank]
-        stage = plan.stages[int(measured.stages[source])]
-        forward = measured.kinds[source] == Kind.F
+    for step, source, to_rank, seconds in ((one, *row) for one in measured for row in _waited_for(one)):
+        ends = index[int(step.ranks[source])], index[to_rank]
+        stage = plan.stages[int(step.stages[source])]
+        forward = step.kinds[source] == Kind.F
         size = stage.send_forward_bytes if forward else stage.send_backward_bytes
         key, link, bandwidth = _entry(cluster, *ends)
         predicted = size / bandwidth + link.latency

@@ -25,8 +25,8 @@ _TIMES = 2
 
 
 def probe_plans(profile: Profile, cluster: Cluster, request: Request, minibatch: int) -> tuple[Plan, ...]:
-    """What to run to measure with: pipelines over all accelerators, of which each waits for messages (1F1B-SNO), at
-    the smallest and the largest micro-batch that a plan may take, and data parallelism; what fits of these."""
+    """What to run to measure with: pipelines over all accelerators, each of which waits for its messages,
+    at the smallest and the largest micro-batch that a plan may take, and data parallelism; what fits of these."""
     count = len(cluster)
     types = {item.type for item in cluster.accelerators}
     known = {size for name in types for size in profile.table(name).microbatches}

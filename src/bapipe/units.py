@@ -19,6 +19,7 @@ __all__ = [
     "parse_bytes",
     "parse_flops",
     "parse_seconds",
+    "parse_share",
 ]
 
 _PREFIX = {
@@ -39,6 +40,7 @@ _BYTES = re.compile(_NUMBER + r"([kKMGTP]i?)?(B|b|bit|bytes?)?\s*")
 _BANDWIDTH = re.compile(_NUMBER + r"([kKMGTP]i?)?(B|b|bit)(?:/s|ps)\s*")
 _FLOPS = re.compile(_NUMBER + r"([kKMGTP])?(?:FLOPS?|FLOP/s|flops?)?\s*")
 _SECONDS = re.compile(_NUMBER + r"(s|ms|us|µs|ns|min|h)?\s*")
+_SHARE = re.compile(_NUMBER + r"(%)?\s*")
 _SECOND_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 
 
@@ -94,6 +96,17 @@ def parse_seconds(value: str | float, *, what: str = "a time") -> float:
     if not match:
         raise BaPipeError(f"{what} must look like '5 us' or '1.5 ms', got '{str(value)[:60]}'")
     return float(match[1]) * _SECOND_UNITS[match[2] or "s"]
+
+
+def parse_share(value: str | float, *, what: str = "a share") -> float:
+    """0.05 of "5%", "0.05" or 0.05."""
+    number = _plain(value, what=what)
+    if number is not None:
+        return number
+    match = _SHARE.fullmatch(str(value))
+    if not match:
+        raise BaPipeError(f"{what} must look like '5%' or 0.05, got '{str(value)[:60]}'")
+    return float(match[1]) / (100 if match[2] else 1)
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:

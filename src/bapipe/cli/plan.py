@@ -18,7 +18,7 @@ from bapipe.hardware.cluster import Cluster
 from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
 from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
 from bapipe.records.plan import Plan, write_plan
-from bapipe.units import format_bytes, format_seconds
+from bapipe.units import format_bytes, format_seconds, parse_share
 
 __all__ = ["plan_command"]
 
@@ -50,6 +50,10 @@ __all__ = ["plan_command"]
 )
 @click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
+@click.option("--layer-error", metavar="SHARE", help="Relative standard error of layers' times, such as 5%: "
+              "choose what loses least by it.  [default: as the profile has it]")  # fmt: skip
+@click.option("--link-error", metavar="SHARE",
+              help="Of transfers, such as 30%.  [default: as the cluster has it]")  # fmt: skip
 @click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
 @click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="An assumption of the FPGA model, such as "
@@ -113,7 +117,11 @@ def plan_command(model: str, **options: Any) -> None:
 def _request(options: dict[str, Any]) -> Request:
     if options["dataset_size"] is not None and options["dataset_size"] < 1:
         raise BaPipeError(f"--dataset-size must be at least 1, got {options['dataset_size']}; raise it")
-    return Request(**{field.name: options[field.name] for field in dataclasses.fields(Request)})
+    values = {field.name: options[field.name] for field in dataclasses.fields(Request)}
+    for name in ("layer_error", "link_error"):
+        if values[name] is not None:
+            values[name] = parse_share(values[name], what=f"--{name.replace('_', '-')}")
+    return Request(**values)
 
 
 def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[str, Any]:

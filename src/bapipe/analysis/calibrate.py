@@ -10,7 +10,7 @@ its sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ __all__ = ["Calibrated", "ShortRun", "calibrate"]
 _RATES = (1e-3, 1e15)
 """bytes/s between which the rate of sums is looked for"""
 _HALVINGS = 40
+_LEAST_ERROR = 0.03
+"""relative error below which no corrected layer's time is taken to be known: other plans have other neighbours"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
         for plan, record in pipelines:
             found.setdefault(plan.microbatch_size, []).append(recalibrate(plan, record, profile).profile)
         by_size = {size: _mean(profiles) for size, profiles in found.items()}
-        corrected = _between(profile, by_size)
+        corrected = _between(profile, by_size, _spread(found.values()))
         estimates = [
             estimate_links(run.plan, *map(to_timeline, run.records)) for run in runs if len(run.plan.stages) > 1
         ]
@@ -92,7 +94,22 @@ def _mean(profiles: Sequence[Profile]) -> Profile:
     return replace(first, accelerators=tables)
 
 
-def _between(profile: Profile, by_size: dict[int, Profile]) -> Profile:
+def _spread(runs: Iterable[Sequence[Profile]]) -> float | None:
+    """How far runs of one plan lie apart in the time of all layers, relative, as a standard error; None: each plan
+    ran once."""
+    errors = []
+    for profiles in runs:
+        sums = [
+            float(np.sum(table.forward) + np.sum(table.backward))
+            for profile in profiles
+            for table in profile.accelerators.values()
+        ]
+        if len(profiles) > 1:
+            errors.append((max(sums) - min(sums)) / (max(sums) + min(sums)))
+    return max(_LEAST_ERROR, *errors) if errors else None
+
+
+def _between(profile: Profile, by_size: dict[int, Profile], spread: float | None) -> Profile:
     """Each micro-batch size corrected as the nearest two that ran, in proportion to where it lies between them."""
     sizes = sorted(by_size)
     tables: dict[str, CostTable] = {}
@@ -113,7 +130,9 @@ def _between(profile: Profile, by_size: dict[int, Profile]) -> Profile:
                 for row, (first, part) in enumerate(zip(low, share, strict=True))
             ]
             changed[field] = as_tuples(np.array(mixed))
-        tables[name] = replace(table, description=known[-1].description, **changed)
+        tables[name] = replace(
+            table, description=known[-1].description, spread=table.spread if spread is None else spread, **changed
+        )
     return replace(profile, accelerators=tables)
 
 

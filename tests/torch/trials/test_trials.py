@@ -18,7 +18,7 @@ from bapipe.planner import Request, explore, make_plan  # noqa: E402
 from bapipe.records.plan import Plan, read_plan  # noqa: E402
 from bapipe.torch.launch.run_options import RunOptions  # noqa: E402
 from bapipe.torch.trials.auto import AutoOptions, auto  # noqa: E402
-from bapipe.torch.trials.race import race  # noqa: E402
+from bapipe.torch.trials.plan_race import race  # noqa: E402
 
 MODEL = """
 import torch

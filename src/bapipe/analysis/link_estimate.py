@@ -47,8 +47,8 @@ class LinkEstimate:
     """measured / predicted, median over the transfers"""
     corrected: Link | None
     """with bandwidth / ratio and latency · ratio, so that it takes as long as was measured, and half of the
-    quartiles' distance as its spread; None: not known, because there are too few transfers, or because the links of
-    a node share a bus"""
+    quartiles' distance as its spread; None: not known, because there are too few transfers, or because the links
+    of a node share a bus"""
 
 
 def estimate_links(plan: Plan, *measured: Timeline) -> tuple[LinkEstimate, ...]:

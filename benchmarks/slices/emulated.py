@@ -16,7 +16,7 @@ from torch import Tensor
 
 import bapipe.torch.runtime.gradient_sync
 import bapipe.torch.runtime.pipeline
-from bapipe.torch.comm import Message, Transport, P2PChannel, make_transport
+from bapipe.torch.comm import Message, P2PChannel, Transport, make_transport
 from bapipe.torch.comm.worker_thread import WorkerThread, close_lanes, result_of
 
 __all__ = ["SlowTransport", "slow_down"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.torch.comm import TensorShape, P2PChannel, make_transport
+from bapipe.torch.comm import P2PChannel, TensorShape, make_transport
 from bapipe.torch.runtime.gradient_sync import BUCKET_BYTES
 
 __all__ = ["measure_links"]

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from bapipe.io.files import dump_json, write_text
 from bapipe.torch import slices
-from bapipe.torch.comm import Inbox, Outbox, TensorShape, Transport, P2PChannel, make_transport
+from bapipe.torch.comm import Inbox, Outbox, P2PChannel, TensorShape, Transport, make_transport
 from bapipe.torch.profiler.environment import environment_of
 from bapipe.torch.profiler.statistics import SampleSummary, summarise
 from bapipe.units import format_bandwidth, format_seconds

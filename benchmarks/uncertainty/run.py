@@ -1,4 +1,4 @@
-"""What a plan loses because layers and links take other times than were measured: writes result.json beside this file.
+"""What a plan loses because layers and links take other times than were measured: writes result.json.
 
 python benchmarks/uncertainty/run.py                  200 random profiles, two truths of each, some minutes
 python benchmarks/uncertainty/run.py --profiles 20    fewer
@@ -24,7 +24,7 @@ from bapipe.costs.segments import make_chain
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.models.layers import ModelRef
 from bapipe.planner import Request, explore
-from bapipe.planner.evaluate import Candidate, Evaluation, evaluate
+from bapipe.planner.evaluate import Candidate, Hardware, evaluate
 from bapipe.planner.scenarios import Scenarios, draw_scenarios, known_errors
 
 HERE = Path(__file__).parent
@@ -144,6 +144,12 @@ def true_profile(profile: Profile, truth: Scenarios) -> Profile:
     return replace(profile, accelerators=tables)
 
 
+def takes(candidate: Candidate, profile: Profile, hardware: Hardware) -> float:
+    """Seconds of a candidate, in its order, by another profile and on another cluster."""
+    chain = make_chain(profile, candidate.chain.types, candidate.chain.microbatch)
+    return evaluate(replace(candidate, chain=chain), hardware).time
+
+
 def regrets(case: Case, seed: int, truths: int) -> list[Regret]:
     """Of one case under random truths."""
     request = Request(minibatch=case.minibatch)
@@ -160,15 +166,10 @@ def regrets(case: Case, seed: int, truths: int) -> list[Regret]:
     for number in range(truths):
         truth = draw_scenarios(errors, len(case.profile.layers), 1, seed=1_000_000 + 1000 * seed + number)
         profile, hardware = true_profile(case.profile, truth), truth.hardware(nominal.hardware, 0)
-
-        def takes(one: Evaluation) -> float:
-            candidate: Candidate = one.candidate
-            own = candidate.chain
-            chain = make_chain(profile, own.types, own.microbatch)
-            return evaluate(replace(candidate, chain=chain), hardware).time
-
-        first, second = takes(nominal.best), takes(robust.best)
-        race = min(takes(one) for one in raced)
+        first, second, *others = (
+            takes(one.candidate, profile, hardware) for one in (nominal.best, robust.best, *raced)
+        )
+        race = min(others)
         best = min(explore(profile, hardware.cluster, request).best.time, first, race)
         found.append(
             Regret(

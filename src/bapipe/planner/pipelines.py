@@ -119,8 +119,8 @@ def optimal(
 ) -> list[StageChoice]:
     """The optimal stages for a family of schedules; raises InfeasibleError (`bapipe.planner.partition.exact`).
 
-    With `unlimited`, those without replicas if memory did not matter. Stages take accelerators of the chain's types
-    in the given `order`, or in the best one.
+    With `unlimited`, those without replicas if memory did not matter. Stages take accelerators of the chain's
+    types in the given `order`, or in the best one.
     """
     cluster = hardware.cluster
     types = chain.types

@@ -30,7 +30,9 @@ def weigh_errors(state: SearchState) -> None:
     times = scenarios.times(finalists, state.hardware)
     chosen = least_regret(finalists, times, tolerance=tuning.level_regret)
     order = [chosen, *(index for index in range(len(finalists)) if index != chosen)]
-    state.outlook = Outlook(evaluations=tuple(finalists[index] for index in order), times=times[order])
+    state.outlook = Outlook(
+        evaluations=tuple(finalists[index] for index in order), times=times[order], errors=state.errors
+    )
     state.choice = finalists[chosen]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from bapipe.costs.segments import Floats
 from bapipe.planner.evaluate import Candidate, Evaluation, unreplicated
+from bapipe.planner.scenarios import Errors
 
 __all__ = ["Outlook", "complexity", "least_regret"]
 
@@ -24,6 +25,8 @@ class Outlook:
     """the chosen one first"""
     times: Floats
     """[evaluation, scenario] seconds of a global batch"""
+    errors: Errors
+    """what the scenarios were drawn with"""
 
     def range(self, evaluation: Evaluation) -> tuple[float, float] | None:
         """5th and 95th percentile of its time; None: it was not timed in the scenarios."""

@@ -39,9 +39,9 @@ class Errors:
         return any(self.layers.values()) or any(self.links)
 
     @property
-    def most(self) -> float:
-        """The largest of a layer and the largest of a link together: about what a plan's time may be off by."""
-        return max(self.layers.values(), default=0.0) + max(self.links, default=0.0)
+    def largest(self) -> tuple[float, float]:
+        """Of a layer, and of a link."""
+        return max(self.layers.values(), default=0.0), max(self.links, default=0.0)
 
 
 def known_errors(profile: Profile, cluster: Cluster, request: Request) -> Errors:

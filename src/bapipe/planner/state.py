@@ -82,7 +82,7 @@ class SearchState:
     @property
     def margin(self) -> float:
         """Share of the best time by which a candidate may be slower and still turn out the fastest."""
-        return self.tuning.near_errors * self.errors.most
+        return self.tuning.near_errors * sum(self.errors.largest)
 
     @property
     def best(self) -> Evaluation:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 from bapipe.planner.evaluate import Candidate, Evaluation, evaluate
 from bapipe.planner.incumbents import rank
+from bapipe.planner.nearby import moved_candidates, other_orders
 from bapipe.planner.outlook import Outlook, least_regret
-from bapipe.planner.pipelines import with_cuts
 from bapipe.planner.scenarios import draw_scenarios
 from bapipe.planner.state import SearchState
 
@@ -33,34 +30,25 @@ def weigh_errors(state: SearchState) -> None:
     times = scenarios.times(finalists, state.hardware)
     chosen = least_regret(finalists, times, tolerance=tuning.level_regret)
     order = [chosen, *(index for index in range(len(finalists)) if index != chosen)]
-    state.outlook = Outlook(evaluations=tuple(finalists[index] for index in order), times=times[order])
+    state.outlook = Outlook(
+        evaluations=tuple(finalists[index] for index in order), times=times[order], errors=state.errors
+    )
     state.choice = finalists[chosen]
 
 
 def _finalists(state: SearchState) -> list[Evaluation]:
     """What is timed in the scenarios, from the fastest on, as far as the budget of actions goes."""
-    tuning = state.tuning
-    best = state.best
-    found = [best, *(own for own in state.incumbents.ranked() if own.short is None and own is not best)]
-    seen = {_shape(own.candidate) for own in found}
-    near = [best]
+    tuning, best = state.tuning, state.best
+    found = [own for own in state.incumbents.ranked() if own.short is None]
+    near = _Near(state, found)
     for candidate in state.incumbents.near:
-        if _shape(candidate) not in seen:
-            seen.add(_shape(candidate))
-            near.append(evaluate(candidate, state.hardware))
-    near += [own for own in found[1:] if own.throughput * (1 + state.margin) >= best.throughput]
-    near.sort(key=rank)
-    budget = tuning.scenario_actions // tuning.scenarios
-    for start in near[: tuning.moved_candidates]:
-        for candidate in _moved(start.candidate):
-            budget -= candidate.schedule.num_actions
-            if budget > 0 and _shape(candidate) not in seen:
-                seen.add(_shape(candidate))
-                moved = evaluate(candidate, state.hardware)
-                if moved.short is None:
-                    near.append(moved)
-    near.sort(key=rank)
-    kept = {id(own): own for own in (best, *near[: tuning.scenario_candidates], *found)}
+        near.add(candidate)
+    for evaluation in other_orders(state, near.fastest(tuning.moved_candidates)):
+        near.take(evaluation)
+    for start in near.fastest(tuning.moved_candidates):
+        for candidate in moved_candidates(start.candidate, state.cluster):
+            near.add(candidate)
+    kept = {id(own): own for own in (best, *near.fastest(tuning.scenario_candidates), *found)}
     finalists, most = [], tuning.scenario_actions // tuning.fewest_scenarios
     for own in sorted(kept.values(), key=lambda item: (item is not best, rank(item))):
         most -= own.schedule.num_actions
@@ -69,17 +57,36 @@ def _finalists(state: SearchState) -> list[Evaluation]:
     return finalists
 
 
+class _Near:
+    """Evaluations that fit and that the errors do not tell from the best, each once."""
+
+    def __init__(self, state: SearchState, found: list[Evaluation]) -> None:
+        self._state = state
+        self._budget = state.tuning.nearby_actions
+        self._known = {_shape(own.candidate): own for own in found}
+
+    def add(self, candidate: Candidate) -> None:
+        """Simulate a candidate unless it is known or too many actions were simulated already."""
+        if _shape(candidate) in self._known or self._budget < candidate.schedule.num_actions:
+            return
+        self._budget -= candidate.schedule.num_actions
+        self.take(evaluate(candidate, self._state.hardware))
+
+    def take(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation that fits, unless the same stages under the same schedule are known to be as fast."""
+        shape = _shape(evaluation.candidate)
+        held = self._known.get(shape)
+        if evaluation.short is None and (held is None or rank(evaluation) < rank(held)):
+            self._known[shape] = evaluation
+
+    def fastest(self, count: int) -> list[Evaluation]:
+        """So many at most, none slower than the errors explain."""
+        ranked = sorted(self._known.values(), key=rank)
+        enough = ranked[0].throughput / (1 + self._state.margin)
+        return [own for own in ranked if own.throughput >= enough][:count]
+
+
 def _shape(candidate: Candidate) -> tuple[object, ...]:
     """What tells two candidates apart."""
     schedule = candidate.schedule
     return candidate.chain.units, candidate.chain.microbatch, candidate.stages, schedule.name, schedule.caps
-
-
-def _moved(candidate: Candidate) -> Iterator[Candidate]:
-    """The same with one cut a unit earlier or later."""
-    cuts = [stage.last for stage in candidate.stages]
-    for index in range(len(cuts) - 1):
-        for by in (-1, 1):
-            trial = [*cuts[:index], cuts[index] + by, *cuts[index + 1 :]]
-            if all(before < after for before, after in zip([-1, *trial[:-1]], trial, strict=True)):
-                yield replace(candidate, stages=with_cuts(candidate.stages, trial), steps=())

@@ -54,11 +54,14 @@ def with_measured_time(trial: Trial, profile: Profile) -> Plan:
         return plan
     found = predict_again(plan, recalibrate(plan, trial.records[-1], profile).profile)
     before = format_seconds(plan.prediction.time)
+    steps = [step.seconds for record in trial.records for step in record.steps[1:]] or [trial.seconds]
     prediction = replace(
         plan.prediction,
         time=trial.seconds,
         throughput=plan.minibatch / trial.seconds,
         gap=trial.seconds / plan.prediction.lower_bound - 1,
+        low=min(steps),
+        high=max(steps),
     )
     note = f"raced: a step took {format_seconds(trial.seconds)}, {before} were predicted before"
     return replace(found, profile_hash=plan.profile_hash, prediction=prediction, notes=(*plan.notes, note))

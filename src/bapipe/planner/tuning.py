@@ -74,6 +74,10 @@ class Tuning:
     """candidates of each family, micro-batch size and depth that are kept for that"""
     moved_candidates: int = 6
     """candidates near the best of which those with one cut moved, or two accelerators swapped, are added"""
+    sampled_partitions: int = 16
+    """scenarios whose exact partitions are added"""
+    sampled_sizes: int = 2
+    """micro-batch sizes near the best at which they are"""
     type_orders: int = 12
     """orders of the accelerator types along a pipeline that are tried for that"""
     ordered_pipelines: int = 4

@@ -46,8 +46,10 @@ def _pipelines_of_share(state: SearchState, number: int) -> list[Evaluation]:
             run(share)
     except BaPipeError:
         return []
-    return [
-        evaluation
-        for evaluation in share.incumbents.ranked()[: state.tuning.replicated_pipelines]
-        if evaluation.short is None and evaluation.candidate.schedule.name in _REPLICATED
+    ranked = [
+        own
+        for own in share.incumbents.ranked()
+        if own.short is None and own.candidate.schedule.name in _REPLICATED
     ]
+    best = {own.candidate.schedule.name: own for own in reversed(ranked)}
+    return [own for own in ranked if own is best[own.candidate.schedule.name]]

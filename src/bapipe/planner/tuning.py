@@ -39,8 +39,8 @@ class Tuning:
     """balanced hybrids per micro-batch size that are simulated, the best by the formula"""
     three_stage_accelerators: int = 16
     """accelerators up to which balanced hybrids may have three stages"""
-    replicated_pipelines: int = 3
-    """pipelines per number of replicas that PP × DP replicates"""
+    replicated_pipelines: int = 6
+    """pipelines per number of replicas that PP × DP replicates, each of another schedule"""
 
     worth_deferring: float = 0.01
     """share of a stage's work that its weight gradients must be for it to pay to defer them"""

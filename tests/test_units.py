@@ -11,11 +11,13 @@ from bapipe.units import (
     format_bandwidth,
     format_bytes,
     format_seconds,
+    format_seconds_range,
     format_throughput,
     parse_bandwidth,
     parse_bytes,
     parse_flops,
     parse_seconds,
+    parse_share,
 )
 
 
@@ -109,3 +111,12 @@ def test_throughput_has_four_digits_and_no_exponent(value: float, text: str) -> 
 def test_what_is_formatted_can_be_parsed(value: float) -> None:
     assert parse_bytes(format_bytes(value)) == value
     assert parse_bandwidth(format_bandwidth(value)) == value
+
+
+def test_shares_and_ranges() -> None:
+    assert [parse_share(value) for value in ("5%", "0.05", 0.05, "30 %")] == pytest.approx([0.05, 0.05, 0.05, 0.3])
+    with pytest.raises(BaPipeError, match="--layer-error must look like '5%'"):
+        parse_share("much", what="--layer-error")
+    assert format_seconds_range(0.0847, 0.0791, 0.0928) == "(79–93)"
+    assert format_seconds_range(1.24, 1.19, 1.31) == "(1.2–1.3)"
+    assert format_seconds_range(0.99, 0.95, 1.04) == "(950–1040)"

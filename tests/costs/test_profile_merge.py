@@ -86,3 +86,14 @@ def test_what_is_not_the_same_is_refused(other: Profile, message: str) -> None:
 def test_nothing_to_merge() -> None:
     with pytest.raises(BaPipeError, match="nothing to merge"):
         merge_profiles([])
+
+
+@pytest.mark.parametrize(("spreads", "merged"), [((None, None), None), ((None, 0.02), 0.02), ((0.05, 0.02), 0.05)])
+def test_the_larger_known_spread_counts(spreads: tuple[float | None, float | None], merged: float | None) -> None:
+    one, two = (profile(x=table(size, spread=spread)) for size, spread in zip((1, 2), spreads, strict=True))
+    assert merge_profiles([one, two]).table("x").spread == merged
+
+
+def test_a_spread_is_a_share() -> None:
+    with pytest.raises(BaPipeError, match=r"spread is wrong: 1\.5"):
+        profile(x=table(1, spread=1.5))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.hardware.cluster_toml import cluster_toml
@@ -47,3 +48,24 @@ def test_names_with_quotes_and_rates_of_its_own(tmp_path: Path) -> None:
         bus_bandwidth=4.8e10,
     )
     assert _written(odd, tmp_path) == odd
+
+
+def test_the_spread_of_links_is_kept_and_no_spread_is_not_written(tmp_path: Path) -> None:
+    cluster = read_cluster("3xv100")
+    known = replace(
+        cluster,
+        within=replace(cluster.within, spread=0.3),
+        pairs={"node0/0 - node0/2": replace(cluster.within, spread=0.1)},
+    )
+    assert _written(known, tmp_path) == known
+    assert "spread" not in cluster_toml(cluster)
+
+
+def test_a_spread_may_be_written_as_a_percentage(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    text = cluster_toml(read_cluster("2xv100"))
+    path.write_text(text.replace("[links.within]", '[links.within]\nspread = "30%"'), encoding="utf-8")
+    assert read_cluster(str(path)).within.spread == pytest.approx(0.3)
+    path.write_text(text.replace("[links.within]", "[links.within]\nspread = 3"), encoding="utf-8")
+    with pytest.raises(BaPipeError, match="a link needs a spread of at least 0 and below 1, got 3; correct it"):
+        read_cluster(str(path))

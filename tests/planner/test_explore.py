@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -189,3 +190,19 @@ def test_what_leaves_nothing_to_try_is_said(count: int, asked: dict[str, Any], w
     profile = made_profile({"x": [1.0, 1.0, 1.0]}, sizes=(1, 2))
     with pytest.raises(BaPipeError, match=words):
         explore(profile, made_cluster({"x": count}), Request(**asked))
+
+
+@pytest.mark.parametrize("weights", [0.0, 3.0], ids=["data parallelism is best", "a pipeline is best"])
+def test_an_alternative_is_listed_at_what_a_search_for_its_schedule_alone_finds(weights: float) -> None:
+    work = [1.0, 4.0, 1.0, 1.0, 2.0, 3.0]
+    made = made_profile({"x": work}, boundary=[0.5, 0.1, 0.9, 0.2, 0.3, 0.0], weights=[weights] * 6)
+    cluster, request = made_cluster({"x": 4}, bandwidth=1.0), Request(minibatch=16)
+    listed: dict[str, float] = {}
+    for own in explore(made, cluster, request).considered:
+        if own.short is None:
+            name = own.candidate.schedule.name
+            listed[name] = min(listed.get(name, math.inf), own.time)
+    assert {"1f1b-so", "zb", "zb-h1", "data-parallel"} <= listed.keys()
+    for name, time in listed.items():
+        alone = explore(made, cluster, replace(request, schedule=name)).best.time
+        assert time <= 1.01 * alone, name

@@ -31,7 +31,7 @@ def found(tuning: Tuning, request: Request = REQUEST, **more: Any) -> Exploratio
 
 @pytest.mark.parametrize(
     ("name", "more", "less"),
-    [("thorough_size", 5_000, 0), ("near_best", 100.0, 0.0), ("replicated_pipelines", 3, 0)],
+    [("thorough_size", 5_000, 0), ("near_best", 100.0, 0.0), ("replicated_pipelines", 6, 0)],
 )
 def test_a_smaller_limit_leaves_candidates_out(name: str, more: float, less: float) -> None:
     many, few = (found(replace(DEFAULT_TUNING, **{name: value})).evaluated for value in (more, less))

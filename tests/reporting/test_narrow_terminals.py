@@ -96,6 +96,15 @@ def test_no_figure_of_the_stages_is_cut(name: str, width: int) -> None:
             assert stage.accelerators[0] in joined or width < 100
 
 
+def test_ranges_stand_behind_times_and_are_not_cut() -> None:
+    plan, _ = planned("straight")
+    prediction = replace(plan.prediction, time=0.0847, low=0.0791, high=0.0928)
+    rivals = tuple(replace(rival, time=0.0851, low=0.0795, high=0.0934) for rival in plan.rivals[:3])
+    text = shown(render_plan(replace(plan, prediction=prediction, rivals=rivals)))
+    assert "84.7 ms (79–93)" in re.sub(r"\s+", " ", text)
+    assert text.count("(80–93)") == len(rivals)
+
+
 def test_the_comparison_is_not_cut_either() -> None:
     plan, _ = planned("zero bubble")
     found = compare(plan, made_run(plan, plan_timeline(plan)))
@@ -112,6 +121,7 @@ def test_the_comparison_is_not_cut_either() -> None:
         "plan alexnet --cluster 2xvcu118 --global-batch 16 --explain",
         "plan alexnet --cluster 2xvcu118 --global-batch 16 --compare",
         "plan alexnet --cluster 2xv100 --global-batch 16 --compare",
+        "plan alexnet --cluster 2xv100 --global-batch 16 --layer-error 5% --link-error 30%",
         "simulate all -n 8 -m 32 --forward 10.125 --backward 20.375 --transfer 5.25",
         "what-if alexnet --cluster 2xv100 --sweep link=1..20GB/s --points 2 --global-batch 64",
         "reproduce table1",

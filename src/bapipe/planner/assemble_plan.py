@@ -194,8 +194,8 @@ def _notes(found: Exploration) -> tuple[str, ...]:
     if found.outlook is not None:
         layers, links = found.outlook.errors.largest
         notes.append(
-            f"ranges: 5th to 95th percentile of {found.outlook.times.shape[1]} scenarios in which layers are off by "
-            f"{layers:.1%} and links by {links:.1%}; the plan loses least in their mean"
+            f"ranges: 5th to 95th percentile of {found.outlook.times.shape[1]} scenarios in which layers are "
+            f"off by {layers:.1%} and links by {links:.1%}; the plan loses least in their mean"
         )
     most = found.tuning.most_types
     if len(chain.types) > most:

@@ -80,6 +80,11 @@ class Incumbents:
         """The best of every family, from the best on; those that do not fit are last."""
         return sorted(self.by_family.values(), key=rank)
 
+    def best_of(self, schedule: str) -> Evaluation | None:
+        """The fastest that fits under one schedule: what a search for that schedule alone knows as its best."""
+        own = (item for item in self.by_family.values() if item.candidate.schedule.name == schedule)
+        return lightest(own, within=self._tuning.as_fast)
+
     @property
     def best(self) -> Evaluation | None:
         """The fastest that fits; of those as fast, the one that needs least memory."""

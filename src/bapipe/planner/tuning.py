@@ -39,8 +39,8 @@ class Tuning:
     """balanced hybrids per micro-batch size that are simulated, the best by the formula"""
     three_stage_accelerators: int = 16
     """accelerators up to which balanced hybrids may have three stages"""
-    replicated_pipelines: int = 3
-    """pipelines per number of replicas that PP × DP replicates"""
+    replicated_pipelines: int = 6
+    """pipelines per number of replicas that PP × DP replicates, each of another schedule"""
 
     worth_deferring: float = 0.01
     """share of a stage's work that its weight gradients must be for it to pay to defer them"""
@@ -74,6 +74,10 @@ class Tuning:
     """candidates of each family, micro-batch size and depth that are kept for that"""
     moved_candidates: int = 6
     """candidates near the best of which those with one cut moved, or two accelerators swapped, are added"""
+    sampled_partitions: int = 16
+    """scenarios whose exact partitions are added"""
+    sampled_sizes: int = 2
+    """micro-batch sizes near the best at which they are"""
     type_orders: int = 12
     """orders of the accelerator types along a pipeline that are tried for that"""
     ordered_pipelines: int = 4

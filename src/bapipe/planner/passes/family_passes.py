@@ -91,7 +91,7 @@ def try_exact(state: SearchState, scope: FamilyScope) -> None:
 
 
 def try_hybrids(state: SearchState, scope: FamilyScope) -> None:
-    """Add few stages with replicas, balanced by a formula, where that formula comes near the best so far."""
+    """Add few stages with replicas, balanced by a formula, where that comes near the schedule's best so far."""
     request, chain = scope.size.request, scope.size.chain
     if request.strategy not in ("exact", "gpipe") or state.paper or request.stages is not None:
         return
@@ -101,7 +101,7 @@ def try_hybrids(state: SearchState, scope: FamilyScope) -> None:
     shared.hybrids = shared.hybrids or balanced_hybrids(
         chain, state.hardware, scope.size.microbatches, state.tuning
     )
-    best = state.incumbents.best
+    best = state.incumbents.best_of(scope.family.schedule)
     within = math.inf if best is None else state.tuning.near_best * best.time
     for time, stages in shared.hybrids:
         if time <= within:

@@ -7,6 +7,7 @@ from bapipe.planner.incumbents import lightest
 from bapipe.planner.intra_layer_cuts import splits_everywhere
 from bapipe.planner.order_search import Moves, timed_plans
 from bapipe.planner.state import SearchState
+from bapipe.planner.tuning import Tuning
 
 __all__ = ["reorder_pipelines"]
 
@@ -26,9 +27,10 @@ def reorder_pipelines(state: SearchState) -> None:
 def _reordered(state: SearchState) -> list[Evaluation]:
     """The stages of the best pipelines without replicas, in orders of their own; the best one's cuts move too."""
     made: list[Evaluation] = []
+    own = state.incumbents.by_family.get("zb")
     for number, start in enumerate(_starts(state)):
         moves: Moves = "none"
-        if state.request.strategy == "exact" and not number:
+        if state.request.strategy == "exact" and (not number or start is own):
             split = splits_everywhere(start.candidate.chain, state.hardware, state.request, state.tuning)
             moves = "slices" if split else "layers"
         made += timed_plans(start, state.hardware, moves=moves, tuning=state.tuning)
@@ -36,18 +38,28 @@ def _reordered(state: SearchState) -> list[Evaluation]:
 
 
 def _starts(state: SearchState) -> list[Evaluation]:
-    """The best pipelines of different stages that are small enough, near the best and do not recompute."""
-    if "zb" not in state.incumbents.by_family:
+    """The best pipelines of different stages that are small enough, near the best and do not recompute.
+
+    And zb's own best, so that it is as good beside other schedules as it is where it is asked for alone.
+    """
+    own = state.incumbents.by_family.get("zb")
+    if own is None:
         return []
     best, tuning = state.incumbents.best, state.tuning
     found: dict[tuple[StageChoice, ...], Evaluation] = {}
     for start in state.incumbents.ranked():
-        candidate = start.candidate
-        stages, schedule = candidate.stages, candidate.schedule
-        if not unreplicated(stages) or not len(stages) == schedule.num_ranks > 1:
-            continue
-        if len(stages) * schedule.num_microbatches > tuning.order_size or any(stage.recompute for stage in stages):
-            continue
-        if best is None or start.time <= tuning.near_best * best.time:
-            found.setdefault(stages, start)
-    return list(found.values())[: tuning.reordered_pipelines]
+        near = best is None or start.time <= tuning.near_best * best.time
+        if near and _takes_orders(start, tuning):
+            found.setdefault(start.candidate.stages, start)
+    starts = list(found.values())[: tuning.reordered_pipelines]
+    known = any(start.candidate.stages == own.candidate.stages for start in starts)
+    return starts if known or not _takes_orders(own, tuning) else [*starts, own]
+
+
+def _takes_orders(start: Evaluation, tuning: Tuning) -> bool:
+    """Whether it is a pipeline that a zero-bubble order can be made for with little work."""
+    stages, schedule = start.candidate.stages, start.candidate.schedule
+    if not unreplicated(stages) or not len(stages) == schedule.num_ranks > 1:
+        return False
+    small = len(stages) * schedule.num_microbatches <= tuning.order_size
+    return small and not any(stage.recompute for stage in stages)

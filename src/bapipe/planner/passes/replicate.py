@@ -35,7 +35,10 @@ def replicate_pipelines(state: SearchState) -> None:
 
 
 def _pipelines_of_share(state: SearchState, number: int) -> list[Evaluation]:
-    """The best pipelines of the first of so many equal parts of the cluster; [] where it cannot be planned."""
+    """The best pipeline of each schedule on the first of so many equal parts of the cluster.
+
+    [] where that cannot be planned.
+    """
     cluster, minibatch = state.cluster, state.minibatch // number
     part = replace(cluster, accelerators=cluster.accelerators[: len(cluster) // number])
     request = replace(state.request, minibatch=minibatch, stages=len(part))
@@ -46,8 +49,11 @@ def _pipelines_of_share(state: SearchState, number: int) -> list[Evaluation]:
             run(share)
     except BaPipeError:
         return []
-    return [
-        evaluation
-        for evaluation in share.incumbents.ranked()[: state.tuning.replicated_pipelines]
-        if evaluation.short is None and evaluation.candidate.schedule.name in _REPLICATED
+    ranked = [
+        own
+        for own in share.incumbents.ranked()
+        if own.short is None and own.candidate.schedule.name in _REPLICATED
     ]
+    best = {own.candidate.schedule.name: own for own in reversed(ranked)}
+    chosen = [own for own in ranked if own is best[own.candidate.schedule.name]]
+    return chosen[: state.tuning.replicated_pipelines]

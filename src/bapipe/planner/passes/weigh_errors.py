@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bapipe.planner.evaluate import Candidate, Evaluation, evaluate
 from bapipe.planner.incumbents import rank
-from bapipe.planner.nearby import moved_candidates, other_orders
+from bapipe.planner.nearby import moved_candidates, other_orders, sampled_partitions
 from bapipe.planner.outlook import Outlook, least_regret
 from bapipe.planner.scenarios import draw_scenarios
 from bapipe.planner.state import SearchState
@@ -42,6 +42,9 @@ def _finalists(state: SearchState) -> list[Evaluation]:
     found = [own for own in state.incumbents.ranked() if own.short is None]
     near = _Near(state, found)
     for candidate in state.incumbents.near:
+        near.add(candidate)
+    few = draw_scenarios(state.errors, len(state.profile.layers), tuning.sampled_partitions, seed=_SEED)
+    for candidate in sampled_partitions(state, near.fastest(tuning.moved_candidates), few):
         near.add(candidate)
     for evaluation in other_orders(state, near.fastest(tuning.moved_candidates)):
         near.take(evaluation)

@@ -1,0 +1,163 @@
+"""Where layers and links are known with an error: the plan loses least by it, and predictions have a range."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from bapipe.costs.profile import Profile
+from bapipe.errors import BaPipeError
+from bapipe.hardware.cluster import Cluster, Link
+from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
+from bapipe.planner.evaluate import evaluate
+from bapipe.planner.outlook import complexity, least_regret
+from bapipe.planner.scenarios import Errors, draw_scenarios, known_errors
+from bapipe.records.plan import read_plan, write_plan
+from made_profiles import made_cluster, made_profile
+from paths import REPOSITORY
+
+WORK = [1.0, 4.0, 1.0, 1.0, 2.0, 3.0]
+REQUEST = Request(minibatch=12)
+KNOWING = replace(REQUEST, layer_error=0.05, link_error=0.3)
+
+
+def profile(spread: float | None = None) -> Profile:
+    made = made_profile({"x": WORK}, boundary=[0.5, 0.1, 0.9, 0.2, 0.3, 0.0], weights=[2.0] * 6)
+    tables = {name: replace(table, spread=spread) for name, table in made.accelerators.items()}
+    return replace(made, accelerators=tables)
+
+
+def cluster(spread: float = 0.0) -> Cluster:
+    return replace(made_cluster({"x": 3}), within=Link(bandwidth=1.0, spread=spread))
+
+
+@pytest.fixture(scope="module")
+def knowing() -> Exploration:
+    return explore(profile(), cluster(), KNOWING)
+
+
+@pytest.fixture(scope="module")
+def unsure() -> Exploration:
+    return explore(profile(), cluster(), replace(KNOWING, layer_error=0.2))
+
+
+def test_errors_are_the_requests_or_those_of_profile_and_cluster() -> None:
+    made, own = profile(0.04), replace(cluster(0.2), pairs={"node0/0 - node0/1": Link(bandwidth=2.0, spread=0.1)})
+    assert known_errors(made, own, REQUEST) == Errors(layers={"x": 0.04}, links=(0.2, 0.1))
+    assert known_errors(made, own, KNOWING) == Errors(layers={"x": 0.05}, links=(0.3, 0.3))
+    assert not known_errors(profile(), cluster(), REQUEST).any
+
+
+def test_without_an_error_nothing_is_weighed() -> None:
+    found = explore(profile(), cluster(), REQUEST)
+    assert found.outlook is None
+    prediction = make_plan(found).prediction
+    assert prediction.low is None
+    assert prediction.high is None
+    assert len(race_candidates(found)) == 1
+
+
+def test_factors_have_the_spread_that_was_asked_for_and_come_in_mirrored_pairs() -> None:
+    drawn = draw_scenarios(Errors(layers={"x": 0.3}, links=(0.0,)), 50, 400, seed=1)
+    factors = drawn.layers["x"]
+    assert np.median(factors) == pytest.approx(1, rel=0.01)
+    assert factors.std() / factors.mean() == pytest.approx(0.3, rel=0.03)
+    assert factors[0] * factors[1] == pytest.approx(np.ones(50))
+    assert (drawn.links == 1).all()
+
+
+def test_a_scenario_is_what_the_simulator_says_of_its_chain_and_cluster(knowing: Exploration) -> None:
+    outlook = knowing.outlook
+    assert outlook is not None
+    scenarios = draw_scenarios(outlook.errors, len(WORK), 3, seed=9)
+    times = scenarios.times(outlook.evaluations, knowing.hardware)
+    for index, own in enumerate(outlook.evaluations):
+        for number in range(3):
+            changed = replace(own.candidate, chain=scenarios.chain(own.candidate.chain, number))
+            alone = evaluate(changed, scenarios.hardware(knowing.hardware, number)).time
+            assert times[index, number] == pytest.approx(alone, rel=1e-12)
+
+
+def test_the_choice_has_the_least_regret_but_for_what_is_simpler(knowing: Exploration) -> None:
+    outlook = knowing.outlook
+    assert outlook is not None
+    assert knowing.best is outlook.evaluations[0]
+    regret = (outlook.times / outlook.times.min(axis=0)).mean(axis=1) - 1
+    assert regret[0] <= regret.min() + knowing.tuning.level_regret
+    simple = least_regret(outlook.evaluations, outlook.times, tolerance=100.0)
+    orders = [complexity(own.candidate) for own in outlook.evaluations]
+    assert orders[simple] == min(orders) < max(orders)
+
+
+def test_other_candidates_of_a_family_are_weighed_too(knowing: Exploration) -> None:
+    assert knowing.outlook is not None
+    cuts = {own.candidate.stages for own in knowing.outlook.evaluations if own.candidate.schedule.name == "zb"}
+    assert len(cuts) > 1
+
+
+def test_the_range_lies_around_the_time_and_is_written_and_read(knowing: Exploration, tmp_path: Path) -> None:
+    plan = make_plan(knowing)
+    low, high = plan.prediction.low, plan.prediction.high
+    assert low is not None
+    assert high is not None
+    assert low < plan.prediction.time < high
+    timed = [rival for rival in plan.rivals if rival.time is not None and "by formula" not in rival.name]
+    assert timed
+    assert all(rival.low is not None and rival.high is not None for rival in timed)
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+
+
+def test_more_error_makes_a_wider_range(knowing: Exploration, unsure: Exploration) -> None:
+    wide, narrow = (make_plan(found).prediction for found in (unsure, knowing))
+    assert wide.low
+    assert wide.high
+    assert narrow.low
+    assert narrow.high
+    assert wide.high / wide.low > narrow.high / narrow.low
+
+
+def test_within_the_error_no_percentage_is_given(unsure: Exploration) -> None:
+    reasons = [rival.reason for rival in make_plan(unsure).rivals]
+    assert any(reason.startswith("within error of the best") for reason in reasons)
+
+
+def test_a_race_starts_with_the_choice_and_has_no_plan_twice(unsure: Exploration) -> None:
+    plans = race_candidates(unsure)
+    assert plans[0] == make_plan(unsure)
+    assert 1 < len(plans) <= 6
+    assert race_candidates(unsure, limit=2) == plans[:2]
+    shapes = [(plan.stages, plan.schedule, plan.microbatch_size) for plan in plans]
+    assert all(one not in shapes[:index] for index, one in enumerate(shapes))
+
+
+def test_an_error_of_all_or_more_is_refused() -> None:
+    with pytest.raises(BaPipeError, match="--layer-error must be at least 0% and below 100%, got 120%"):
+        Request(layer_error=1.2)
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_benchmark_loses_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = _benchmark(monkeypatch)
+    found = [regret for seed in range(10) for regret in benchmark.regrets(benchmark.random_case(seed), seed, 1)]
+    robust, raced = ([getattr(one, name) for one in found] for name in ("robust", "raced"))
+    assert np.mean(robust) <= 0.02
+    assert np.mean(raced) <= 0.005
+    assert np.mean(raced) <= np.mean(robust) <= np.mean([one.nominal for one in found])
+
+
+def _benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    path = REPOSITORY / "benchmarks" / "uncertainty" / "run.py"
+    spec = importlib.util.spec_from_file_location("uncertainty_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "uncertainty_benchmark", module)
+    spec.loader.exec_module(module)
+    return module

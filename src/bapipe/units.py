@@ -14,11 +14,13 @@ __all__ = [
     "format_bandwidth",
     "format_bytes",
     "format_seconds",
+    "format_seconds_range",
     "format_throughput",
     "parse_bandwidth",
     "parse_bytes",
     "parse_flops",
     "parse_seconds",
+    "parse_share",
 ]
 
 _PREFIX = {
@@ -39,6 +41,8 @@ _BYTES = re.compile(_NUMBER + r"([kKMGTP]i?)?(B|b|bit|bytes?)?\s*")
 _BANDWIDTH = re.compile(_NUMBER + r"([kKMGTP]i?)?(B|b|bit)(?:/s|ps)\s*")
 _FLOPS = re.compile(_NUMBER + r"([kKMGTP])?(?:FLOPS?|FLOP/s|flops?)?\s*")
 _SECONDS = re.compile(_NUMBER + r"(s|ms|us|µs|ns|min|h)?\s*")
+_SHARE = re.compile(_NUMBER + r"(%)?\s*")
+_SECOND_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SECOND_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 
 
@@ -96,6 +100,17 @@ def parse_seconds(value: str | float, *, what: str = "a time") -> float:
     return float(match[1]) * _SECOND_UNITS[match[2] or "s"]
 
 
+def parse_share(value: str | float, *, what: str = "a share") -> float:
+    """0.05 of "5%", "0.05" or 0.05."""
+    number = _plain(value, what=what)
+    if number is not None:
+        return number
+    match = _SHARE.fullmatch(str(value))
+    if not match:
+        raise BaPipeError(f"{what} must look like '5%' or 0.05, got '{str(value)[:60]}'")
+    return float(match[1]) / (100 if match[2] else 1)
+
+
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
     """Three digits in the largest unit that they fill: 0.99996 s is 1 s, not 1e+03 ms, and 2000 s no 2e+03 s."""
     rounded = float(f"{value:.3g}")
@@ -116,7 +131,14 @@ def format_bandwidth(value: float) -> str:
 
 def format_seconds(value: float) -> str:
     """0.0153 -> '15.3 ms'."""
-    return _scaled(value, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")))
+    return _scaled(value, _SECOND_STEPS)
+
+
+def format_seconds_range(value: float, low: float, high: float) -> str:
+    """What stands behind a time in its unit: 0.0847, 0.0791, 0.0928 -> '(79–93)'."""
+    unit = format_seconds(value).split()[1]
+    ends = (end / _SECOND_UNITS[unit] for end in (low, high))
+    return f"({'–'.join(f'{end:.0f}' if end >= 10 else f'{end:.2g}' for end in ends)})"
 
 
 def format_throughput(value: float) -> str:

@@ -148,7 +148,7 @@ def test_a_mini_batch_other_than_planned_is_refused_by_every_rank(torchrun: Any)
     process = torchrun("--samples", "31")
     _, error = _lines(process)
     assert process.returncode == 1
-    said = "input 0 has 31 samples, the plan is for a mini-batch of 32; give so many"
+    said = "input 0 has 31 samples, the plan is for a global batch of 32; give so many"
     assert all(f"[rank{rank}]: bapipe.errors.BaPipeError: {said}" in error for rank in range(4)), error
 
 
@@ -207,8 +207,8 @@ def test_what_is_not_planned_is_refused_before_anything_runs(monkeypatch: pytest
     pipe, batches = _pipeline(plan, monkeypatch)
     inputs, targets = batches(0)
     for wrong, message in (
-        ((inputs[:-1], targets), r"input 0 has 31 samples, the plan is for a mini-batch of 32; give so many"),
-        ((inputs, targets[:-1]), r"the target has 31 samples, the plan is for a mini-batch of 32; give so many"),
+        ((inputs[:-1], targets), r"input 0 has 31 samples, the plan is for a global batch of 32; give so many"),
+        ((inputs, targets[:-1]), r"the target has 31 samples, the plan is for a global batch of 32; give so many"),
         ((inputs.float(), targets), r"input 0 is float32, the model was captured with float64; convert it"),
         ((inputs[:, 1:], targets), r"input 0 has shape \(32, 63\), the model was captured for \(32, 64\); give"),
         ((None, targets), r"rank 0 needs the inputs, got None; give every rank the mini-batch"),
@@ -232,5 +232,11 @@ def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build_model(plan.model, folders=[ROOT], dtype="fp32")
     with pytest.raises(BaPipeError, match=r"the plan is for fp64, but 'layer0.0.weight' is float32; convert"):
         Pipeline(lambda: (built.module, built.args, built.kwargs), plan, built.loss)
+    half = replace(plan, dtype="bf16")
+    with pytest.raises(
+        BaPipeError, match=r"is for bf16, but .* is float32; convert the model, run it under autocast"
+    ):
+        Pipeline(lambda: (built.module, built.args, built.kwargs), half, built.loss)
+    Pipeline(lambda: (built.module, built.args, built.kwargs), half, built.loss, autocast=torch.bfloat16).close()
     with pytest.raises(BaPipeError, match=r"the plan needs 3 ranks, 1 were started; start it with torchrun"):
         _pipeline(small_plan("gpipe", stages=3), monkeypatch)

@@ -10,7 +10,7 @@ its sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,11 +25,13 @@ from bapipe.planner import Request, explore
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord, to_timeline
 
-__all__ = ["Calibrated", "calibrate"]
+__all__ = ["Calibrated", "ShortRun", "calibrate"]
 
-_RATES = (1e5, 1e13)
+_RATES = (1e-3, 1e15)
 """bytes/s between which the rate of sums is looked for"""
-_HALVINGS = 24
+_HALVINGS = 40
+_LEAST_ERROR = 0.03
+"""relative error below which no corrected layer's time is taken to be known: other plans have other neighbours"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +44,72 @@ class Calibrated:
     """what differs, a line each"""
 
 
-def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[tuple[Plan, RunRecord, float]]) -> Calibrated:
-    """Correct a profile and a cluster by runs of plans that were made from them, and their seconds per step."""
-    pipelines = [(plan, record) for plan, record, _ in runs if len(plan.stages) > 1]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortRun:
+    """A plan that was run for a few steps, once or several times."""
+
+    plan: Plan
+    records: tuple[RunRecord, ...]
+    seconds: float
+    """of a step, median"""
+
+
+def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> Calibrated:
+    """Correct a profile and a cluster by runs of plans that were made from them; several records of a plan count
+    with their mean."""
+    pipelines = [(run.plan, record) for run in runs if len(run.plan.stages) > 1 for record in run.records]
     changes: list[str] = []
     corrected, linked = profile, cluster
     if pipelines:
-        by_size = {plan.microbatch_size: recalibrate(plan, record, profile).profile for plan, record in pipelines}
-        corrected = _between(profile, by_size)
-        linked = fit_links(
-            cluster, [item for plan, record in pipelines for item in estimate_links(plan, to_timeline(record))]
-        )
+        found: dict[int, list[Profile]] = {}
+        for plan, record in pipelines:
+            found.setdefault(plan.microbatch_size, []).append(recalibrate(plan, record, profile).profile)
+        by_size = {size: _mean(profiles) for size, profiles in found.items()}
+        corrected = _between(profile, by_size, _spread(found.values()))
+        estimates = [
+            estimate_links(run.plan, *map(to_timeline, run.records)) for run in runs if len(run.plan.stages) > 1
+        ]
+        linked = fit_links(cluster, [item for found_here in estimates for item in found_here])
         changes += [*_layer_changes(profile, by_size), *_link_changes(cluster, linked)]
-    for plan, _, seconds in runs:
-        if plan.kind == "data-parallel":
-            rate = _sum_rate(corrected, linked, plan, seconds)
+    for run in runs:
+        if run.plan.kind == "data-parallel":
+            rate = _sum_rate(corrected, linked, run.plan, run.seconds)
             linked = replace(linked, collective_bandwidth=rate)
             changes.append(f"gradients are summed at {rate / 1e9:.3g} GB/s")
     return Calibrated(profile=corrected, cluster=linked, changes=tuple(changes))
 
 
-def _between(profile: Profile, by_size: dict[int, Profile]) -> Profile:
+def _mean(profiles: Sequence[Profile]) -> Profile:
+    """The mean of what several runs of one plan say."""
+    first = profiles[0]
+    tables = {}
+    for name, table in first.accelerators.items():
+        others = [item.accelerators[name] for item in profiles]
+        means: dict[str, Any] = {
+            field: as_tuples(np.mean([np.array(getattr(other, field)) for other in others], axis=0))
+            for field, rule in COST_FIELDS.items()
+            if rule.ratio is not None and getattr(table, field) is not None
+        }
+        tables[name] = replace(table, **means)
+    return replace(first, accelerators=tables)
+
+
+def _spread(runs: Iterable[Sequence[Profile]]) -> float | None:
+    """How far runs of one plan lie apart in the time of all layers, relative, as a standard error; None: each plan
+    ran once."""
+    errors = []
+    for profiles in runs:
+        sums = [
+            float(np.sum(table.forward) + np.sum(table.backward))
+            for profile in profiles
+            for table in profile.accelerators.values()
+        ]
+        if len(profiles) > 1:
+            errors.append((max(sums) - min(sums)) / (max(sums) + min(sums)))
+    return max(_LEAST_ERROR, *errors) if errors else None
+
+
+def _between(profile: Profile, by_size: dict[int, Profile], spread: float | None) -> Profile:
     """Each micro-batch size corrected as the nearest two that ran, in proportion to where it lies between them."""
     sizes = sorted(by_size)
     tables: dict[str, CostTable] = {}
@@ -83,7 +130,9 @@ def _between(profile: Profile, by_size: dict[int, Profile]) -> Profile:
                 for row, (first, part) in enumerate(zip(low, share, strict=True))
             ]
             changed[field] = as_tuples(np.array(mixed))
-        tables[name] = replace(table, description=known[-1].description, **changed)
+        tables[name] = replace(
+            table, description=known[-1].description, spread=table.spread if spread is None else spread, **changed
+        )
     return replace(profile, accelerators=tables)
 
 

@@ -23,6 +23,8 @@ __all__ = ["FEWEST_TRANSFERS", "LinkEstimate", "correct_links", "estimate_links"
 FEWEST_TRANSFERS = 3
 """of fewer, one odd transfer would be the median: nothing is corrected by them"""
 
+_MOST_ERROR = 0.9
+"""relative error of a link, at most"""
 _APART = 1.5
 """how many times as large the larger messages must be as the smaller to tell bandwidth from latency"""
 
@@ -44,27 +46,28 @@ class LinkEstimate:
     ratio: float
     """measured / predicted, median over the transfers"""
     corrected: Link | None
-    """with bandwidth / ratio and latency · ratio, so that it takes as long as was measured; None: not known,
-    because there are too few transfers, or because the links of a node share a bus"""
+    """with bandwidth / ratio and latency · ratio, so that it takes as long as was measured, and half of the
+    quartiles' distance as its spread; None: not known, because there are too few transfers, or because the links
+    of a node share a bus"""
 
 
-def estimate_links(plan: Plan, measured: Timeline) -> tuple[LinkEstimate, ...]:
-    """An estimate for each of the cluster's links over which something was waited for.
+def estimate_links(plan: Plan, *measured: Timeline) -> tuple[LinkEstimate, ...]:
+    """An estimate for each of the cluster's links over which something was waited for, in any of these steps.
 
     Messages of one size cannot tell latency from bandwidth, so both are scaled by one ratio: right for messages
     near those of the run. Empty where a transfer starts with the compute that makes it (cut-through).
     """
-    if plan.schedule.sending != "after-compute" or not len(measured.transfers):
+    if plan.schedule.sending != "after-compute":
         return ()
     cluster = plan.cluster
     names = [accelerator.name for accelerator in cluster.accelerators]
     index = [names.index(name) for name in plan.ranks]
     found: dict[str, list[tuple[float, float, float]]] = {}
     links: dict[str, Link | None] = {}
-    for source, to_rank, seconds in _waited_for(measured):
-        ends = index[int(measured.ranks[source])], index[to_rank]
-        stage = plan.stages[int(measured.stages[source])]
-        forward = measured.kinds[source] == Kind.F
+    for step, source, to_rank, seconds in ((one, *row) for one in measured for row in _waited_for(one)):
+        ends = index[int(step.ranks[source])], index[to_rank]
+        stage = plan.stages[int(step.stages[source])]
+        forward = step.kinds[source] == Kind.F
         size = stage.send_forward_bytes if forward else stage.send_backward_bytes
         key, link, bandwidth = _entry(cluster, *ends)
         predicted = size / bandwidth + link.latency
@@ -104,7 +107,11 @@ def _estimate(key: str, rows: np.ndarray, link: Link | None) -> LinkEstimate:
     ratio = float(np.median(rows[:, 2] / rows[:, 1]))
     corrected = None
     if link is not None and len(rows) >= FEWEST_TRANSFERS:
-        corrected = replace(link, bandwidth=link.bandwidth / ratio, latency=link.latency * ratio)
+        low, high = np.percentile(rows[:, 2] / rows[:, 1], (25, 75))
+        error = min(_MOST_ERROR, float(high - low) / (2 * ratio))
+        corrected = replace(
+            link, bandwidth=link.bandwidth / ratio, latency=link.latency * ratio, spread=max(error, link.spread)
+        )
     return LinkEstimate(
         link=key,
         transfers=len(rows),

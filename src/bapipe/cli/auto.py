@@ -14,7 +14,7 @@ from bapipe.models.model_spec import parse_arguments
 from bapipe.units import format_seconds
 
 if TYPE_CHECKING:
-    from bapipe.torch.trials.race import RaceResult
+    from bapipe.torch.trials.plan_race import RaceResult
 
 __all__ = ["auto_command", "calibrate_command", "print_race"]
 

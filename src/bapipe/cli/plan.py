@@ -15,10 +15,10 @@ from bapipe.costs.optimizers import OPTIMIZERS
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
+from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan, race_candidates
 from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
 from bapipe.records.plan import Plan, write_plan
-from bapipe.units import format_bytes, format_seconds
+from bapipe.units import format_bytes, format_seconds, parse_share
 
 __all__ = ["plan_command"]
 
@@ -50,12 +50,18 @@ __all__ = ["plan_command"]
 )
 @click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
+@click.option("--layer-error", metavar="SHARE", help="Relative standard error of layers' times, such as 5%: "
+              "choose what loses least by it.  [default: as the profile has it]")  # fmt: skip
+@click.option("--link-error", metavar="SHARE",
+              help="Of transfers, such as 30%.  [default: as the cluster has it]")  # fmt: skip
 @click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
 @click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="An assumption of the FPGA model, such as "
               "allocation=fluid; --explain lists them.")  # fmt: skip
 @click.option("--explain", is_flag=True, help="Show the paper's exploration step by step.")
 @click.option("--compare", is_flag=True, help="Compare the strategies in one table.")
+@click.option("--race", "racing", type=int, metavar="N", help="Run at most N plans that lie within error of the "
+              "best for a few steps on this machine; the fastest is the plan.")  # fmt: skip
 @click.option("--out", type=click.Path(dir_okay=False), help="Write plan.json.")
 @click.option("--report", type=click.Path(dir_okay=False), help="Write the plan as an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -91,7 +97,7 @@ def plan_command(model: str, **options: Any) -> None:
         return
     explain = bool(options["report"]) or (options["explain"] and not options["as_json"])
     found = explore(profile, cluster, request, explain=explain)
-    plan = make_plan(found)
+    plan = make_plan(found) if not options["racing"] else _raced(found, options)
     if options["out"]:
         write_plan(plan, options["out"])
     if options["report"]:
@@ -110,10 +116,35 @@ def plan_command(model: str, **options: Any) -> None:
         _print(plan, found, options)
 
 
+def _raced(found: Exploration, options: dict[str, Any]) -> Plan:
+    """The fastest of the plans that may be, as they ran on this machine."""
+    if found.profile.model.ref is None:
+        raise BaPipeError("--race runs the model, and this profile names no code for it; profile the model first")
+    plans = race_candidates(found, limit=options["racing"])
+    if len(plans) == 1:
+        if not options["as_json"]:
+            click.echo("nothing to race: no other plan lies within the known error of the best")
+        return plans[0]
+    from pathlib import Path
+
+    from bapipe.cli.auto import print_race
+    from bapipe.torch.launch.run_options import RunOptions
+    from bapipe.torch.trials.plan_race import race, with_measured_time
+
+    result = race(plans, RunOptions(), code=Path.cwd())
+    if not options["as_json"]:
+        print_race(result)
+    return with_measured_time(result.best, found.profile)
+
+
 def _request(options: dict[str, Any]) -> Request:
     if options["dataset_size"] is not None and options["dataset_size"] < 1:
         raise BaPipeError(f"--dataset-size must be at least 1, got {options['dataset_size']}; raise it")
-    return Request(**{field.name: options[field.name] for field in dataclasses.fields(Request)})
+    values = {field.name: options[field.name] for field in dataclasses.fields(Request)}
+    for name in ("layer_error", "link_error"):
+        if values[name] is not None:
+            values[name] = parse_share(values[name], what=f"--{name.replace('_', '-')}")
+    return Request(**values)
 
 
 def _summary(plan: Plan, found: Exploration, options: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ def flat_plan(plan: Plan, *, dataset_size: int | None) -> dict[str, Any]:
         "minibatch": plan.minibatch,
         "stages": [dataclasses.asdict(stage) for stage in plan.stages],
         "time": prediction.time,
+        "low": prediction.low,
+        "high": prediction.high,
         "throughput": prediction.throughput,
         "lower_bound": prediction.lower_bound,
         "gap": prediction.gap,

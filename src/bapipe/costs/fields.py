@@ -145,6 +145,8 @@ class CostTable:
     """bytes of what the layer receives that its own backward keeps"""
     not_fitting: tuple[int, ...] = ()
     """sizes that ran out of memory when measured"""
+    spread: float | None = None
+    """relative standard error of one layer's time, as measured; None: not known"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

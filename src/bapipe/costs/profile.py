@@ -79,6 +79,9 @@ class Profile:
             raise BaPipeError(
                 f"{where}: microbatches must be increasing sizes of at least 1, got {list(sizes)[:8]}"
             )
+        if table.spread is not None:
+            known = 0 <= table.spread < 1
+            _require(known, where, "spread", f"{table.spread:g}, which is no share of at least 0 and below 1")
         places = {
             "layers": [f"layer '{layer.name[:60]}'" for layer in self.layers],
             "sizes": [f"micro-batch {size}" for size in sizes],

@@ -72,6 +72,7 @@ def _joined(name: str, known: CostTable, later: CostTable, *, replace_older: boo
         description=later.description if same else f"{known.description} | {later.description}",
         microbatches=sizes,
         **_optimizer_of(known, later),
+        spread=max((item.spread for item in (known, later) if item.spread is not None), default=None),
         not_fitting=tuple(sorted({*known.not_fitting, *later.not_fitting} - set(sizes))),
         **merged,
     )

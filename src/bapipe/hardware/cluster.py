@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bapipe.errors import BaPipeError
@@ -66,12 +67,16 @@ class Link:
     """bytes/s per direction (half duplex: of both together)"""
     latency: float = 0.0
     duplex: Literal["full", "half"] = "full"
+    spread: float = 0.0
+    """relative standard error of a transfer's time, as measured; 0: not known"""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise BaPipeError(f"a link needs a bandwidth of more than 0, got {self.bandwidth:g}; correct it")
         if self.latency < 0:
             raise BaPipeError(f"a link needs a latency of at least 0, got {self.latency:g}; correct it")
+        if not 0 <= self.spread < 1:
+            raise BaPipeError(f"a link needs a spread of at least 0 and below 1, got {self.spread:g}; correct it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +125,15 @@ class Cluster:
     def nodes(self) -> tuple[str, ...]:
         """Node names in order of first appearance."""
         return tuple(dict.fromkeys(accelerator.node for accelerator in self.accelerators))
+
+    def with_links(self, changed: Callable[[Link], Link]) -> Cluster:
+        """The cluster with every link as `changed` makes it; an explicit collective or bus rate stays."""
+        return replace(
+            self,
+            within=changed(self.within),
+            between=None if self.between is None else changed(self.between),
+            pairs={key: changed(link) for key, link in self.pairs.items()},
+        )
 
     def connected(self, first: int, second: int) -> bool:
         return self.topology == "full" or abs(first - second) == 1

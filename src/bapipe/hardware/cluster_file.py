@@ -13,7 +13,7 @@ from bapipe.hardware.catalog.accelerator_types import TypeEntry, accelerator_typ
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.io.decode import decode
 from bapipe.io.files import load_toml, parse_toml
-from bapipe.units import parse_bandwidth, parse_seconds
+from bapipe.units import parse_bandwidth, parse_seconds, parse_share
 
 __all__ = [
     "CLUSTER_SCHEMA",
@@ -45,6 +45,7 @@ class _LinkEntry:
     bandwidth: str | float
     latency: str | float = 0.0
     duplex: Literal["full", "half"] = "full"
+    spread: str | float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class _PairEntry:
     bandwidth: str | float
     latency: str | float = 0.0
     duplex: Literal["full", "half"] = "full"
+    spread: str | float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +233,7 @@ def _link(entry: _LinkEntry | _PairEntry | None, *, where: str) -> Link | None:
         bandwidth=_bandwidth(entry.bandwidth, where=where),
         latency=parse_seconds(entry.latency, what=f"{where}: latency"),
         duplex=entry.duplex,
+        spread=parse_share(entry.spread, what=f"{where}: spread"),
     )
 
 
@@ -270,15 +273,7 @@ def with_link_bandwidth(cluster: Cluster, bytes_per_s: float) -> Cluster:
     if not bytes_per_s > 0:
         raise BaPipeError(f"a link needs a bandwidth of more than 0, got {bytes_per_s:g}; correct it")
 
-    def changed(link: Link) -> Link:
-        return dataclasses.replace(link, bandwidth=float(bytes_per_s))
-
-    return dataclasses.replace(
-        cluster,
-        within=changed(cluster.within),
-        between=None if cluster.between is None else changed(cluster.between),
-        pairs={key: changed(link) for key, link in cluster.pairs.items()},
-    )
+    return cluster.with_links(lambda link: dataclasses.replace(link, bandwidth=float(bytes_per_s)))
 
 
 def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:

@@ -54,7 +54,8 @@ def _table(values: Mapping[str, float | str]) -> str:
 
 
 def _link(link: Link) -> list[str]:
-    return [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}", f"duplex = {_text(link.duplex)}"]
+    lines = [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}", f"duplex = {_text(link.duplex)}"]
+    return [*lines, f"spread = {link.spread!r}"] if link.spread else lines
 
 
 def _type(kind: AcceleratorType) -> list[str]:

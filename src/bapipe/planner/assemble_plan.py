@@ -21,6 +21,7 @@ def make_plan(found: Exploration) -> Plan:
     """The plan of the best evaluation, with its alternatives and why each lost."""
     best = found.best
     chain = best.candidate.chain
+    low, high = _range(found, best)
     return Plan(
         kind=_kind(best),
         model=found.profile.model,
@@ -42,10 +43,18 @@ def make_plan(found: Exploration) -> Plan:
             lower_bound=found.lower_bound,
             gap=best.time / found.lower_bound - 1,
             source=chain.source,
+            low=low,
+            high=high,
         ),
         rivals=_alternatives(found),
         notes=_notes(found),
     )
+
+
+def _range(found: Exploration, evaluation: Evaluation) -> tuple[float, float] | tuple[None, None]:
+    """Where the time lies, given how well layers and links are known."""
+    known = None if found.outlook is None else found.outlook.range(evaluation)
+    return (None, None) if known is None else known
 
 
 def _kind(evaluation: Evaluation) -> Literal["pipeline", "data-parallel", "hybrid"]:
@@ -127,8 +136,19 @@ def _alternatives(found: Exploration) -> tuple[Rival, ...]:
         else:
             slower, more = best.throughput / evaluation.throughput - 1, fullest - max(best.memory)
             why = f"{format_bytes(more)} more" if abs(slower) < as_fast and more > 0 else _cause(evaluation)
-            reason = f"{_pace(slower, as_fast)}; {why}"
-            alternatives.append(Rival(name=name, time=evaluation.time, memory_bytes=fullest, reason=reason))
+            level = found.outlook is not None and found.outlook.within_error(evaluation, best)
+            pace = "within error of the best" if level else _pace(slower, as_fast)
+            low, high = _range(found, evaluation)
+            alternatives.append(
+                Rival(
+                    name=name,
+                    time=evaluation.time,
+                    memory_bytes=fullest,
+                    reason=f"{pace}; {why}",
+                    low=low,
+                    high=high,
+                )
+            )
     for estimate in found.estimates:
         if estimate.memory > estimate.capacity:
             lacking = format_bytes(estimate.memory - estimate.capacity)
@@ -171,6 +191,12 @@ def _notes(found: Exploration) -> tuple[str, ...]:
         f"T of equation (1): {format_seconds(found.ideal)} per micro-batch of {chain.microbatch}",
         f"{found.evaluated} candidates simulated",
     ]
+    if found.outlook is not None:
+        layers, links = found.outlook.errors.largest
+        notes.append(
+            f"ranges: 5th to 95th percentile of {found.outlook.times.shape[1]} scenarios in which layers are off by "
+            f"{layers:.1%} and links by {links:.1%}; the plan loses least in their mean"
+        )
     most = found.tuning.most_types
     if len(chain.types) > most:
         notes.append(

@@ -29,11 +29,13 @@ __all__ = [
     "Evaluation",
     "Hardware",
     "StageChoice",
+    "accelerators_of_ranks",
     "all_reduce_time",
     "evaluate",
     "is_data_parallel",
     "network_of",
     "plan_timeline",
+    "run_costs",
     "seconds_of",
     "shared_sums",
     "stage_costs",
@@ -216,6 +218,13 @@ def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
     return _costs(candidate, hardware, seconds_of(candidate.chain, candidate.stages, hardware.cluster))
 
 
+def run_costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds | None = None) -> Costs:
+    """What each action takes as its schedule runs it: without a flush the optimizer steps in each backward."""
+    seconds = seconds or seconds_of(candidate.chain, candidate.stages, hardware.cluster)
+    costs = _costs(candidate, hardware, seconds)
+    return costs if candidate.schedule.flushes else _updating_always(costs)
+
+
 def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds) -> Costs:
     chain, cluster, reduce = candidate.chain, hardware.cluster, []
     summing = shared_sums(
@@ -256,12 +265,10 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
     if chosen:
         schedule = with_recompute(schedule, chosen)
     seconds = seconds_of(candidate.chain, candidate.stages, hardware.cluster)
-    costs = _costs(candidate, hardware, seconds)
+    costs = run_costs(candidate, hardware, seconds)
     if schedule.flushes:
         schedule = with_update(schedule)
-    else:
-        costs = _updating_always(costs)
-    ranks = _accelerators_of_ranks(candidate)
+    ranks = accelerators_of_ranks(candidate)
     timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule))
     needed = stages_bytes(candidate.chain, [(stage.first, stage.last) for stage in candidate.stages], schedule)
     peaks = rank_peaks(
@@ -302,7 +309,8 @@ def _updating_always(costs: Costs) -> Costs:
     return replace(costs, backward=backward, update=(0.0,) * len(costs.update))
 
 
-def _accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
+def accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
+    """The accelerator of each rank, by index."""
     ranks = tuple(dict.fromkeys(index for stage in candidate.stages for index in stage.accelerators))
     if len(ranks) != candidate.schedule.num_ranks:
         raise BaPipeError(f"{candidate.label}: {len(ranks)} accelerators for {candidate.schedule.num_ranks} ranks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bapipe.planner.evaluate import Candidate, Evaluation
+from bapipe.planner.evaluate import Candidate, Evaluation, StageChoice
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
 __all__ = ["Incumbents", "lightest", "rank"]
@@ -25,13 +25,17 @@ def lightest(evaluations: Iterable[Evaluation], *, within: float = DEFAULT_TUNIN
 
 
 class Incumbents:
-    """The best evaluation of each family."""
+    """The best evaluation of each family, and the candidates near the best of all."""
 
-    def __init__(self, tuning: Tuning = DEFAULT_TUNING) -> None:
+    def __init__(self, tuning: Tuning = DEFAULT_TUNING, *, margin: float = 0.0) -> None:
         self.by_family: dict[str, Evaluation] = {}
         self.count = 0
         """evaluations that were offered"""
         self._tuning = tuning
+        self._margin = margin
+        """share of the best time by which a candidate may be slower and is kept; 0: only the best are"""
+        self._near: dict[tuple[str, int, int], dict[tuple[StageChoice, ...], tuple[float, Candidate]]] = {}
+        """by family, micro-batch size and depth: samples/s and candidate, by stages"""
         self._seen: set[tuple[object, ...]] = set()
 
     def is_new(self, candidate: Candidate) -> bool:
@@ -43,11 +47,29 @@ class Incumbents:
         return new
 
     def add(self, family: str, evaluation: Evaluation) -> None:
-        """Keep the evaluation if it is the best of its family."""
+        """Keep the evaluation if it is the best of its family, and its candidate if it is near the best of all."""
         self.count += 1
+        if self._margin and evaluation.short is None:
+            self._keep(family, evaluation)
         held = self.by_family.get(family)
         if held is None or rank(evaluation) < rank(held):
             self.by_family[family] = evaluation
+
+    def _keep(self, family: str, evaluation: Evaluation) -> None:
+        """Only the few fastest of each family, micro-batch size and depth: timelines of all would fill memory."""
+        candidate, rate = evaluation.candidate, evaluation.throughput
+        own = self._near.setdefault((family, candidate.chain.microbatch, len(candidate.stages)), {})
+        if candidate.stages not in own or own[candidate.stages][0] < rate:
+            own[candidate.stages] = rate, candidate
+        if len(own) > self._tuning.kept_cuts:
+            del own[min(own, key=lambda stages: own[stages][0])]
+
+    @property
+    def near(self) -> list[Candidate]:
+        """Candidates that fit and are near the best, from the fastest on; none where no margin is set."""
+        kept = sorted((item for own in self._near.values() for item in own.values()), key=lambda item: -item[0])
+        enough = kept[0][0] / (1 + self._margin) if kept else 0.0
+        return [candidate for rate, candidate in kept if rate >= enough][: self._tuning.scenario_candidates]
 
     def beats(self, family: str, bound: float) -> bool:
         """Whether the family's best fits and takes no longer than so many seconds."""

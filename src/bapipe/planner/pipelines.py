@@ -114,16 +114,17 @@ def optimal(
     replicas: bool = False,
     unlimited: bool = False,
     fast_links: bool = True,
+    order: tuple[int, ...] | None = None,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> list[StageChoice]:
     """The optimal stages for a family of schedules; raises InfeasibleError (`bapipe.planner.partition.exact`).
 
-    With `unlimited`, those without replicas if memory did not matter.
+    With `unlimited`, those without replicas if memory did not matter. Stages take accelerators of the chain's
+    types in the given `order`, or in the best one.
     """
     cluster = hardware.cluster
     types = chain.types
     counts = [sum(item.type == name for item in cluster.accelerators) for name in types]
-    order = None
     if cluster.topology == "chain" or len(types) > tuning.most_types:
         order = tuple(types.index(item.type) for item in cluster.accelerators)
     total = len(cluster)

@@ -56,6 +56,10 @@ class Request:
     """None: the one that the profile was measured with, or sgd"""
     split_layers: bool = False
     """whether the exact strategy may split a layer between two stages"""
+    layer_error: float | None = None
+    """relative standard error of a layer's time; None: as the profile's tables have it, 0 where they do not"""
+    link_error: float | None = None
+    """relative standard error of a transfer's time; None: as the cluster's links have it"""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -73,6 +77,11 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BaPipeError(f"--{renamed.get(name, name)} must be at least 1, got {value}; raise it")
+        for name in ("layer_error", "link_error"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                option = f"--{name.replace('_', '-')}"
+                raise BaPipeError(f"{option} must be at least 0% and below 100%, got {value:.0%}; correct it")
         if self.minibatch and self.microbatch and self.minibatch % self.microbatch:
             raise BaPipeError(
                 f"a global batch of {self.minibatch} is no multiple of a micro-batch of {self.microbatch}; "

@@ -15,9 +15,11 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.data_parallel import Estimate
 from bapipe.planner.evaluate import Evaluation, Hardware
+from bapipe.planner.outlook import Outlook
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.planner.passes import PASSES
 from bapipe.planner.request import Request, default_minibatch, microbatch_sizes, profiled_range
+from bapipe.planner.scenarios import known_errors
 from bapipe.planner.state import SearchState, ideal_seconds
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
@@ -50,6 +52,8 @@ class Exploration:
     brute_gap: float | None
     """how much slower the plan is than the best cut of the same depth, schedule and order of accelerators, each
     one simulated; None where that was not tried"""
+    outlook: Outlook | None = None
+    """what the plan and its alternatives take where times are not exact; None: no error is known"""
     tuning: Tuning = DEFAULT_TUNING
     """the constants that the search went by"""
 
@@ -104,6 +108,7 @@ def _start(profile: Profile, cluster: Cluster, request: Request, *, explain: boo
         sizes=tuple(sizes),
         tuning=tuning,
         explain=explain,
+        errors=known_errors(profile, cluster, request),
     )
 
 
@@ -125,5 +130,6 @@ def _exploration(state: SearchState) -> Exploration:
         paper_steps=state.paper_steps,
         evaluated=state.incumbents.count,
         brute_gap=None if fastest is None else best.time / fastest.time - 1,
+        outlook=state.outlook,
         tuning=state.tuning,
     )

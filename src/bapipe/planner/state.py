@@ -11,9 +11,11 @@ from bapipe.hardware.cluster import Cluster
 from bapipe.planner.data_parallel import Estimate
 from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, evaluate
 from bapipe.planner.incumbents import Incumbents
+from bapipe.planner.outlook import Outlook
 from bapipe.planner.partition.paper.inter_layer import ideal_time
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.planner.request import Request
+from bapipe.planner.scenarios import Errors
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
 __all__ = ["SearchState", "SizeScope", "ideal_seconds"]
@@ -45,6 +47,8 @@ class SearchState:
     tuning: Tuning = DEFAULT_TUNING
     explain: bool = False
     """whether the paper's exploration is recorded too"""
+    errors: Errors = field(default_factory=Errors)
+    """how well times are known"""
 
     chains: dict[int, Chain] = field(default_factory=dict)
     """the segments and their costs by micro-batch size, each made once"""
@@ -52,6 +56,10 @@ class SearchState:
     """micro-batch sizes that are searched, the most promising first; `choose_sizes` sets it"""
     incumbents: Incumbents = field(init=False)
     """the best evaluation of every family, with its timeline and memory, and how many were simulated"""
+    outlook: Outlook | None = None
+    """what candidates take where times are not exact; `weigh_errors` sets it where an error is known"""
+    choice: Evaluation | None = None
+    """the plan that loses least by these errors; `weigh_errors` sets it likewise"""
     estimates: tuple[Estimate, ...] = ()
     """alternatives that BaPipe does not run; `estimate_alternatives` sets it"""
     fastest_cut: Evaluation | None = None
@@ -60,7 +68,7 @@ class SearchState:
     """how the paper's best partition came about; `record_paper_steps` sets it"""
 
     def __post_init__(self) -> None:
-        self.incumbents = Incumbents(self.tuning)
+        self.incumbents = Incumbents(self.tuning, margin=self.margin)
 
     @property
     def cluster(self) -> Cluster:
@@ -72,9 +80,14 @@ class SearchState:
         return self.request.space == "paper"
 
     @property
+    def margin(self) -> float:
+        """Share of the best time by which a candidate may be slower and still turn out the fastest."""
+        return self.tuning.near_errors * sum(self.errors.largest)
+
+    @property
     def best(self) -> Evaluation:
         """The plan so far; only asked for once there is one (`require_plan`)."""
-        best = self.incumbents.best
+        best = self.choice or self.incumbents.best
         assert best is not None
         return best
 

@@ -67,6 +67,32 @@ class Tuning:
     split_limits: int = 6
     """limits of the longest stage that are tried where parts of layers cost more than their share"""
 
+    near_errors: float = 2.0
+    """times the error of layers and links together by which a candidate may be slower than the best and is weighed
+    against it under scenarios"""
+    kept_cuts: int = 3
+    """candidates of each family, micro-batch size and depth that are kept for that"""
+    moved_candidates: int = 6
+    """candidates near the best of which those with one cut moved, or two accelerators swapped, are added"""
+    type_orders: int = 12
+    """orders of the accelerator types along a pipeline that are tried for that"""
+    ordered_pipelines: int = 4
+    """of the pipelines in these orders, those that get a zero-bubble order made for their times"""
+    nearby_actions: int = 100_000
+    """actions of added candidates that are simulated"""
+    scenario_candidates: int = 32
+    """candidates near the best that are timed in scenarios, beside the best of every family"""
+    scenarios: int = 100
+    """scenarios, as far as `scenario_actions` goes"""
+    fewest_scenarios: int = 20
+    """scenarios at least; with fewer a 5th percentile says nothing"""
+    scenario_actions: int = 4_000_000
+    """actions of all candidates and scenarios that are timed"""
+    level_regret: float = 1e-3
+    """mean regret by which two plans may differ and count as equally good, so that the simpler is chosen"""
+    race_gain: float = 1e-5
+    """mean share of the time that one more plan in a race must save"""
+
     brute_layers: int = 10
     """layers up to which a plan is compared with every other cut of its depth"""
     brute_stages: int = 4

@@ -119,6 +119,10 @@ class Prediction:
     """time / lower_bound − 1"""
     source: str
     """measured, analytic, …: where the profile's figures come from"""
+    low: float | None = None
+    """5th percentile of `time`, given how well layers and links are known; None: their errors are not known"""
+    high: float | None = None
+    """95th percentile likewise"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +135,10 @@ class Rival:
     memory_bytes: float
     """on the fullest accelerator"""
     reason: str
+    low: float | None = None
+    """5th percentile of `time`, as in the prediction"""
+    high: float | None = None
+    """95th percentile likewise"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

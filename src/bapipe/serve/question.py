@@ -70,7 +70,9 @@ class Question:
     @property
     def request(self) -> Request:
         """What is asked of the planner; raises BaPipeError where it is none that could be asked."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Request)}
+        values: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in fields(Request) if hasattr(self, field.name)
+        }
         return Request(**values)
 
 

@@ -17,14 +17,26 @@ if TYPE_CHECKING:
     from bapipe.torch.runtime.pipeline import Pipeline
     from bapipe.torch.runtime.pipeline_options import PipelineOptions
     from bapipe.torch.stage.loss_weighing import token_mean
+    from bapipe.torch.trials.auto import AutoOptions, auto
 
-__all__ = ["Checkpoints", "PipeDream", "Pipeline", "PipelineOptions", "capture", "token_mean"]
+__all__ = [
+    "AutoOptions",
+    "Checkpoints",
+    "PipeDream",
+    "Pipeline",
+    "PipelineOptions",
+    "auto",
+    "capture",
+    "token_mean",
+]
 
 _MODULES = {
+    "AutoOptions": "trials.auto",
     "Checkpoints": "checkpoint.checkpoints",
     "PipeDream": "pipedream.async_pipeline",
     "Pipeline": "runtime.pipeline",
     "PipelineOptions": "runtime.pipeline_options",
+    "auto": "trials.auto",
     "capture": "capturing",
     "token_mean": "stage.loss_weighing",
 }

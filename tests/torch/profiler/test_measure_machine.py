@@ -14,6 +14,7 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.models.model_spec import parse_arguments
 from bapipe.torch import slices
+from bapipe.torch.profiler import detect_machine
 from bapipe.torch.profiler.detect_machine import Machine, cluster_text, usable_memory
 from bapipe.torch.profiler.environment import accelerator_name
 from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample, collective_bandwidth, fit, links_of
@@ -121,6 +122,31 @@ def test_links_need_two_ranks() -> None:
 def test_devices_get_the_catalogue_s_names(name: str, slice_: str, expected: str) -> None:
     environment = Environment(device="cuda", name=name, torch="2.11", threads=8, slice=slice_)
     assert accelerator_name(environment) == expected
+
+
+def test_a_cut_gpu_is_detected_under_the_type_that_profiles_of_its_slices_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut = slices.Slices(gpu=0, percentages=(25.0,) * 4, memory=16e9, folder="/x")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(slices, "status", lambda _: cut)
+    monkeypatch.setattr(detect_machine, "_copy_rate", lambda _: 4e12)
+    monkeypatch.setattr(detect_machine, "_product_rate", lambda *_: 4e13)
+    found = detect_machine.detect()
+    profiled = Environment(
+        device="cuda",
+        name="NVIDIA H200",
+        torch="2.11",
+        threads=1,
+        slice=f"{slices.describe(cut, 0)}, 3 others beside",
+    )
+    assert found.type == accelerator_name(profiled) == "h200-25pct"
+    assert (found.count, found.memory, found.memory_bandwidth) == (4, detect_machine.usable_memory(16e9), 1e12)
+    unequal = slices.Slices(gpu=0, percentages=(50.0, 25.0), memory=16e9, folder="/x")
+    monkeypatch.setattr(slices, "status", lambda _: unequal)
+    with pytest.raises(BaPipeError, match="unequal slices of 50, 25 %; write the cluster file by hand"):
+        detect_machine.detect()
 
 
 def test_slices_have_their_own_environment(tmp_path: Path) -> None:

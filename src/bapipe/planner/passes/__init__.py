@@ -12,6 +12,7 @@ from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.replicate import replicate_pipelines
 from bapipe.planner.passes.require_plan import require_plan
 from bapipe.planner.passes.try_sizes import try_sizes
+from bapipe.planner.passes.weigh_errors import weigh_errors
 from bapipe.planner.state import SearchState
 
 __all__ = ["PASSES"]
@@ -22,6 +23,7 @@ PASSES: tuple[Callable[[SearchState], None], ...] = (
     reorder_pipelines,  # zero-bubble orders made for the best pipelines' times
     replicate_pipelines,  # PP × DP of pipelines that are planned for a share of the accelerators
     require_plan,  # from here on something fits; else says what would help
+    weigh_errors,  # where times are known with an error: ranges, and the plan that loses least by it
     estimate_alternatives,  # ZeRO-1, FSDP and tensor slicing by formula
     compare_every_cut,  # brute force over the plan's cuts
     record_paper_steps,  # the paper's exploration, where it is to be explained

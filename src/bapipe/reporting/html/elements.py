@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from bapipe.records.plan import Prediction, Rival
 from bapipe.reporting.charts.frame import Chart, safe
-from bapipe.units import format_bytes, format_seconds
+from bapipe.units import format_bytes, format_seconds, format_seconds_range
 
-__all__ = ["counted", "figure", "picture", "seconds", "section", "share", "size", "table"]
+__all__ = ["counted", "figure", "picture", "seconds", "section", "share", "size", "table", "time_range"]
 
 
 def figure(value: float, words: str) -> str:
@@ -20,6 +21,17 @@ def figure(value: float, words: str) -> str:
 
 def seconds(value: float) -> str:
     return figure(value, format_seconds(value))
+
+
+def time_range(told: Prediction | Rival) -> str:
+    """A time, and the range in which it lies where that is known; – where there is none."""
+    if told.time is None:
+        return "–"
+    if told.low is None or told.high is None:
+        return seconds(told.time)
+    words = format_seconds_range(told.time, told.low, told.high).strip("()").split("–")
+    ends = (figure(end, word) for end, word in zip((told.low, told.high), words, strict=True))
+    return f"{seconds(told.time)} ({'–'.join(ends)})"
 
 
 def size(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bapipe.analysis.predicted_measured import Comparison, Pair
 from bapipe.records.plan import Plan
 from bapipe.reporting.charts.frame import safe
-from bapipe.reporting.html.elements import counted, figure, seconds, share
+from bapipe.reporting.html.elements import counted, figure, seconds, share, time_range
 from bapipe.reporting.terminal.plan_table import answer, shape
 from bapipe.units import format_throughput
 
@@ -18,7 +18,7 @@ def head_section(plan: Plan, found: Comparison | None) -> str:
     sentence = f"Run {answer(plan).removeprefix(f'{plan.model.name}: ')}."
     tiles = [
         ("throughput", "throughput", _samples(prediction.throughput)),
-        ("time per global batch", "time", seconds(prediction.time)),
+        ("time per global batch", "time", time_range(prediction)),
         ("over the lower bound", "gap", share(prediction.gap)),
         ("lower bound", "lower_bound", seconds(prediction.lower_bound)),
         ("bubble", "bubble", share(prediction.bubble)),
@@ -36,7 +36,7 @@ def head_section(plan: Plan, found: Comparison | None) -> str:
             ("measured throughput", "measured_throughput", _samples(rate.measured)),
             ("predicted throughput", "throughput", _samples(rate.predicted) + prediction_error(rate)),
             ("measured time per global batch", "measured", seconds(found.time.measured)),
-            ("predicted time", "time", seconds(prediction.time) + prediction_error(found.time)),
+            ("predicted time", "time", time_range(prediction) + prediction_error(found.time)),
         ]
     shown = "".join(f'<div><dt>{name}</dt><dd id="figure-{key}">{value}</dd></div>' for name, key, value in tiles)
     source = (

@@ -17,7 +17,17 @@ from bapipe.reporting.charts.frame import Chart, safe
 from bapipe.reporting.charts.layer_costs import layers_chart, stages_chart
 from bapipe.reporting.charts.rank_memory import memory_chart
 from bapipe.reporting.html.board_section import boards_section
-from bapipe.reporting.html.elements import counted, figure, picture, seconds, section, share, size, table
+from bapipe.reporting.html.elements import (
+    counted,
+    figure,
+    picture,
+    seconds,
+    section,
+    share,
+    size,
+    table,
+    time_range,
+)
 from bapipe.reporting.html.head_section import head_section, prediction_error
 from bapipe.reporting.views.layer_view import LayerView
 from bapipe.reporting.views.memory_view import MemoryView
@@ -234,7 +244,14 @@ def _cut_table(plan: Plan) -> str:
 def _alternatives(plan: Plan, chart: Chart) -> str:
     memory = max(stage.memory_bytes for stage in plan.stages)
     everyone = [
-        Rival(name=f"{plan.schedule.name} (this plan)", time=plan.prediction.time, memory_bytes=memory, reason=""),
+        Rival(
+            name=f"{plan.schedule.name} (this plan)",
+            time=plan.prediction.time,
+            memory_bytes=memory,
+            reason="",
+            low=plan.prediction.low,
+            high=plan.prediction.high,
+        ),
         *plan.rivals,
     ]
     timed = [number for number, alternative in enumerate(everyone) if alternative.time is not None]
@@ -245,7 +262,7 @@ def _alternatives(plan: Plan, chart: Chart) -> str:
             str(number),
             safe(alternative.name, 80),
             safe(alternative.reason, 160),
-            "–" if alternative.time is None else seconds(alternative.time),
+            time_range(alternative),
             size(alternative.memory_bytes),
             "✓" if number in front else "",
         ]

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.planner.partition.paper.step_record import Step
-from bapipe.records.plan import Plan, PlanStage
-from bapipe.units import format_bytes, format_seconds, format_throughput
+from bapipe.records.plan import Plan, PlanStage, Prediction, Rival
+from bapipe.units import format_bytes, format_seconds, format_seconds_range, format_throughput
 
 __all__ = ["answer", "render_alternatives", "render_plan", "render_steps", "stage_layers"]
 
@@ -44,9 +44,19 @@ def answer(plan: Plan) -> str:
     prediction = plan.prediction
     return (
         f"{plan.model.name}: {shape(plan)}: "
-        f"{format_seconds(prediction.time)} per global batch of {plan.minibatch}, "
+        f"{_time(prediction)} per global batch of {plan.minibatch}, "
         f"{format_throughput(prediction.throughput)} samples/s, {prediction.gap:.1%} over the lower bound"
     )
+
+
+def _time(told: Prediction | Rival, *, between: str = " ") -> str:
+    """The time, and the range in which it lies where that is known."""
+    if told.time is None:
+        return "–"
+    time = format_seconds(told.time)
+    if told.low is None or told.high is None:
+        return time
+    return f"{time}{between}{format_seconds_range(told.time, told.low, told.high)}"
 
 
 def stage_layers(stage: PlanStage) -> str:
@@ -146,7 +156,7 @@ def render_alternatives(plan: Plan, most: int = 8) -> Table:
     for header in ("alternative", "time", "memory", "reason"):
         table.add_column(header, justify="right" if header in ("time", "memory") else "left", overflow="fold")
     for alternative in plan.rivals[:most]:
-        time = "–" if alternative.time is None else format_seconds(alternative.time)
+        time = _time(alternative, between="\n")
         table.add_row(alternative.name, time, format_bytes(alternative.memory_bytes), alternative.reason)
     if len(plan.rivals) > most:
         table.caption = f"and {len(plan.rivals) - most} more, which plan.json has (--out)"

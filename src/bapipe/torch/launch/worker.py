@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # before torch, which takes seconds to import
@@ -58,6 +59,10 @@ if TYPE_CHECKING:
 __all__ = ["CheckError", "RankArguments", "main", "run_worker"]
 
 
+_OFF = 0.15
+"""share by which a run's steps may differ from the prediction without a word"""
+_JUDGED = 3
+"""steps after the first by which that is judged"""
 _COMPARED = {
     "whole": "on the whole mini-batch",
     "outputs": "with one loss of the same micro-batches' outputs",
@@ -186,8 +191,22 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
     if record is not None and display is not None:
         display.close()
         _finish(record, options.out, display)
+        _offer(record, plan, options, display)
     if unsaved:
         raise CheckpointError(f"all steps are trained, but {unsaved[0]}")
+
+
+def _offer(record: RunRecord, plan: Plan, options: RunOptions, display: Display) -> None:
+    """Where the prediction was off, say how to learn from the run."""
+    steps = [step.seconds for step in record.steps[1:]]
+    if options.out is None or not record.events or len(steps) < _JUDGED or options.as_json:
+        return
+    off = median(steps) / plan.prediction.time - 1
+    if abs(off) > _OFF:
+        display.say(
+            f"a step took {1 + off:.2f}x what was predicted: bapipe compare PLAN {options.out} --profile PROFILE "
+            "--recalibrate OUT corrects the profile by this run"
+        )
 
 
 def _loaded(loaded: Loaded, options: RunOptions, display: Display) -> None:

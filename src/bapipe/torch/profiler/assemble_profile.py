@@ -17,6 +17,10 @@ from bapipe.torch.profiler.repeated_layers import bytes_of_model, model_layers, 
 __all__ = ["Agreement", "agreement", "spread", "to_profile"]
 
 
+_LEAST_ERROR = 0.01
+"""relative error below which no layer's time is taken to be known"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """The sum of layers beside the whole step, forward and backward, before any calibration."""
@@ -131,6 +135,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
         part_stash=tuple(divided[size].stash for size in sizes) if divided else None,
         not_fitting=measured.not_fitting,
+        spread=max(_LEAST_ERROR, *(max(spread(measured, size)) for size in sizes)),
     )
     layers = tuple(
         ProfiledLayer(

@@ -18,8 +18,7 @@ from bapipe.errors import BaPipeError
 from bapipe.models.builtin import Argument
 from bapipe.models.model_spec import model_ref, parse_arguments
 from bapipe.torch.inputs.build_model import build_model
-from bapipe.torch.slices.mps import Slices, slice_environment
-from bapipe.units import format_bytes
+from bapipe.torch.slices.mps import Slices, describe, slice_environment
 
 __all__ = ["Load", "loaded", "main"]
 
@@ -44,9 +43,7 @@ def loaded(
     """Every slice but `own` begins to train the model; they end when this does, or when this process is gone."""
     others = [index for index in range(len(slices)) if index != own]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(slices)))}
-    share = f"{slices.percentages[own]:g} % of the multiprocessors by CUDA MPS"
-    if slices.memory is not None:
-        share += f", {format_bytes(slices.memory)}"
+    share = describe(slices, own)
     with tempfile.TemporaryDirectory(prefix="bapipe-load-") as folder, contextlib.ExitStack() as stack:
         loads = []
         for index in others:

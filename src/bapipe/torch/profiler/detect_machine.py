@@ -15,6 +15,7 @@ import torch
 from bapipe.errors import BaPipeError
 from bapipe.hardware.catalog import load_catalog
 from bapipe.hardware.cluster import Link
+from bapipe.torch import slices
 from bapipe.torch.profiler.environment import accelerator_name, environment_of
 from bapipe.torch.profiler.link_record import LinkMeasurement, collective_bandwidth, links_of
 
@@ -54,6 +55,9 @@ def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = N
     node = re.sub(r"[^A-Za-z0-9_.-]+", "-", socket.gethostname())[:60].strip("-") or "node0"
     if device != "cpu" and torch.cuda.is_available():
         gpu = torch.device("cuda", 0)
+        cut = slices.status(0)
+        if cut is not None and ranks is None:
+            return _sliced(node, gpu, cut)
         own = environment_of(gpu)
         return Machine(
             node=node,
@@ -87,6 +91,29 @@ def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = N
         )
     finally:
         torch.set_num_threads(before)
+
+
+def _sliced(node: str, gpu: torch.device, cut: slices.Slices) -> Machine:
+    """Equal slices of one GPU, under the type that a profile of a slice has."""
+    shares = set(cut.percentages)
+    if len(shares) > 1:
+        raise BaPipeError(
+            f"the GPU is cut into unequal slices of {', '.join(f'{item:g}' for item in cut.percentages)} %; write "
+            "the cluster file by hand, or cut it evenly (bapipe slices start --count N)"
+        )
+    own = environment_of(gpu, slice_=slices.describe(cut, 0))
+    share = shares.pop() / 100
+    memory = cut.memory or torch.cuda.get_device_properties(gpu).total_memory * share
+    return Machine(
+        node=node,
+        kind="gpu",
+        type=accelerator_name(own),
+        description=str(own),
+        count=len(cut),
+        memory=usable_memory(memory),
+        memory_bandwidth=share * _copy_rate(gpu),
+        flops={name: share * _product_rate(gpu, kind) for name, kind in _KINDS.items()},
+    )
 
 
 def usable_memory(memory: float) -> float:

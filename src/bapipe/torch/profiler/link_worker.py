@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.io.files import dump_json, write_text
+from bapipe.torch import slices
 from bapipe.torch.health.parent_death import end_with_parent
 from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample
 from bapipe.torch.profiler.statistics import summarise
@@ -162,6 +163,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if options.device == "cuda":
+        cut = slices.status(0)
+        if cut is not None and rank < len(cut):
+            os.environ.update(slices.slice_environment(cut, rank))  # before CUDA starts in this process
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -77,7 +77,9 @@ class OwnStages:
                 )
 
 
-def planned_model(build_model: Build | Captured, plan: Plan, seed: int | None) -> Captured:
+def planned_model(
+    build_model: Build | Captured, plan: Plan, seed: int | None, autocast: torch.dtype | None = None
+) -> Captured:
     """The plan's model, captured: as it was built, or as `build_model` makes it. Refuses another model."""
     if isinstance(build_model, Captured):
         captured = build_model
@@ -91,12 +93,15 @@ def planned_model(build_model: Build | Captured, plan: Plan, seed: int | None) -
                 "(module, args, kwargs)"
             )
         captured = capture(module, args, kwargs, check=plan.model.fingerprint is None)
-    check_model(captured, plan)
+    check_model(captured, plan, autocast)
     return captured
 
 
-def check_model(captured: Captured, plan: Plan) -> None:
-    """Refuse a module that is not the one that was planned, by fingerprint and by the names of its layers."""
+def check_model(captured: Captured, plan: Plan, autocast: torch.dtype | None = None) -> None:
+    """Refuse a module that is not the one that was planned, by fingerprint, by its layers' names and by dtype.
+
+    `autocast` is the dtype that its forwards run in under torch.autocast, if they do.
+    """
     ref, found = plan.model.ref or plan.model.name, captured.fingerprint
     names = tuple(layer.name for layer in captured.layers)
     planned = tuple(dict.fromkeys(item for stage in plan.stages for item in _numbered(stage.first_layer, stage)))
@@ -113,7 +118,7 @@ def check_model(captured: Captured, plan: Plan) -> None:
             f"'{ref}' builds a model with fingerprint {found}, but the plan is of {plan.model.fingerprint}: "
             "its layers or parameters have changed; profile and plan it again"
         )
-    _check_dtype(captured, plan)
+    _check_dtype(captured, plan, autocast)
     _check_parts(captured, plan)
 
 
@@ -122,17 +127,18 @@ def _numbered(first: int, stage: PlanStage) -> list[tuple[int, str]]:
     return [(first + offset, name) for offset, name in enumerate(stage.layers)]
 
 
-def _check_dtype(captured: Captured, plan: Plan) -> None:
-    """Parameters have the plan's dtype, or fp32 where the plan's is for autocast."""
+def _check_dtype(captured: Captured, plan: Plan, autocast: torch.dtype | None) -> None:
+    """Parameters have the plan's dtype, or fp32 where they run under autocast to the plan's."""
     wanted = DTYPES.get(plan.dtype)
     if wanted is None:
         return
-    allowed = {wanted, torch.float32} if wanted.itemsize == 2 else {wanted}
+    allowed = {wanted, torch.float32} if autocast == wanted else {wanted}
     for name, parameter in captured.module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in allowed:
             found = str(parameter.dtype).removeprefix("torch.")
             raise BaPipeError(
-                f"the plan is for {plan.dtype}, but '{name}' is {found}; convert the model, or plan it as it is"
+                f"the plan is for {plan.dtype}, but '{name}' is {found}; convert the model, run it under autocast "
+                "(autocast=), or plan it as it is"
             )
 
 

@@ -87,7 +87,7 @@ class Engine:
         self._dtypes_known = False
         with self.watch.guard():
             self._phase("capturing the model")
-            captured = planned_model(build_model, self.plan, options.seed)
+            captured = planned_model(build_model, self.plan, options.seed, options.autocast)
             self._phase(f"building {_named_stages(self.stages)} on {self.device}")
             users = stage_parameters(captured, self.plan)
             self.own = self._own_stages(captured, checkpoint, options.seed or 0)

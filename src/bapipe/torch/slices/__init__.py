@@ -5,6 +5,7 @@ from __future__ import annotations
 from bapipe.torch.slices.mps import (
     SLICES_SCHEMA,
     Slices,
+    describe,
     even_slices,
     exported,
     slice_environment,
@@ -16,6 +17,7 @@ from bapipe.torch.slices.mps import (
 __all__ = [
     "SLICES_SCHEMA",
     "Slices",
+    "describe",
     "even_slices",
     "exported",
     "slice_environment",

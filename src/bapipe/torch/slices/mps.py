@@ -17,10 +17,12 @@ from pathlib import Path
 from bapipe.errors import BaPipeError, FileFormatError
 from bapipe.io.cache_folder import cache_folder
 from bapipe.io.files import dump_json, read_versioned, write_text
+from bapipe.units import format_bytes
 
 __all__ = [
     "SLICES_SCHEMA",
     "Slices",
+    "describe",
     "even_slices",
     "exported",
     "slice_environment",
@@ -68,6 +70,12 @@ def even_slices(count: int) -> tuple[float, ...]:
     if not 1 <= count <= 48:
         raise BaPipeError(f"a GPU can be cut into 1 to 48 slices (MPS serves 48 clients), got {count}")
     return (100 / count,) * count
+
+
+def describe(slices: Slices, index: int) -> str:
+    """A slice in words, which begin with its share: what a profile has as its environment."""
+    memory = "" if slices.memory is None else f", {format_bytes(slices.memory)}"
+    return f"{slices.percentages[index]:g} % of the multiprocessors by CUDA MPS{memory}"
 
 
 def slice_environment(slices: Slices, index: int) -> dict[str, str]:

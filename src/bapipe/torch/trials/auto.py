@@ -20,17 +20,17 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.cluster_file import parse_cluster, read_cluster
 from bapipe.hardware.cluster_toml import cluster_toml
-from bapipe.io.files import write_text
+from bapipe.io.files import content_hash, dump_json, read_versioned, write_text
 from bapipe.models.builtin import Argument
 from bapipe.models.model_spec import model_ref
-from bapipe.planner import Exploration, Request, explore, make_plan
+from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
 from bapipe.records.plan import Plan, write_plan
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.profiler import MeasureSettings, profile_model
 from bapipe.torch.profiler.detect_machine import Machine, cluster_text, detect
 from bapipe.torch.profiler.profile_module import quiet
+from bapipe.torch.trials.plan_race import RaceResult, race, with_measured_time
 from bapipe.torch.trials.probe import probe, probe_plans
-from bapipe.torch.trials.race import RaceResult, race
 from bapipe.torch.trials.run_trials import steps_for
 from bapipe.units import format_seconds
 
@@ -40,6 +40,7 @@ _PER_RANK = {"cpu": 16, "gpu": 64}
 """samples of a global batch per rank where none is given"""
 _SIZES = 4
 """micro-batch sizes that are measured where none are given"""
+_MADE = "bapipe.calibrated/1"
 _START = 12.0
 """seconds to start the ranks and capture the model, for estimates"""
 
@@ -116,14 +117,10 @@ def auto(
     request = Request(minibatch=batch, optimizer=options.optimizer)
     run = RunOptions(timeout=options.timeout, device="cuda" if machine.kind == "gpu" else "cpu")
 
-    plans = probe_plans(profile, cluster, request, batch)
-    steps.begin(f"correcting layers and links by {len(plans)} short runs", _seconds(plans))
-    calibrated, _ = probe(profile, cluster, plans, run, code=Path.cwd())
+    in_run, links = folder / "profile-in-run.json", folder / "cluster-in-run.toml"
+    calibrated = _calibrate(profile, cluster, request, run, options, steps)
     for line in calibrated.changes:
         say(f"  {line}")
-    in_run, links = folder / "profile-in-run.json", folder / "cluster-in-run.toml"
-    write_profile(calibrated.profile, in_run)
-    write_text(links, cluster_toml(calibrated.cluster, comment="links as runs used them"))
     of_batch = ("--global-batch", str(batch))
     inputs = (str(folder / "profile.json"), "--cluster", str(folder / "cluster.toml"))
     steps.command("calibrate", *inputs, *of_batch, "-o", str(in_run), "--out-cluster", str(links))
@@ -134,13 +131,13 @@ def auto(
     label, seconds = found.best.candidate.label, predicted.prediction.time
     say(f"  {label}: {format_seconds(seconds)} per global batch predicted")
     plan, raced = predicted, None
-    candidates = _candidates(found, options.racing)
+    candidates = race_candidates(found, limit=options.racing)
     if len(candidates) > 1:
         steps.begin(
             f"racing {len(candidates)} plans that lie within error of each other", 2 * _seconds(candidates)
         )
         raced = race(candidates, run, code=Path.cwd())
-        plan = raced.best.plan
+        plan = with_measured_time(raced.best, calibrated.profile)
     out = folder / "plan.json"
     write_plan(plan, out)
     racing = ("--race", str(options.racing)) if options.racing > 1 else ()
@@ -149,6 +146,15 @@ def auto(
     return AutoResult(
         plan=plan, predicted=predicted, raced=raced, calibrated=calibrated, exploration=found, folder=folder
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CalibratedFrom:
+    """What corrected costs were made from."""
+
+    schema: str = _MADE
+    key: str
+    """hash of the profile, the cluster and the global batch"""
 
 
 class _Steps:
@@ -228,6 +234,27 @@ def _profile(
     return found.profile
 
 
+def _calibrate(
+    profile: Profile, cluster: Cluster, request: Request, run: RunOptions, options: AutoOptions, steps: _Steps
+) -> Calibrated:
+    """By short runs, unless the folder has what came of them already."""
+    in_run, links, made = (
+        options.folder / name for name in ("profile-in-run.json", "cluster-in-run.toml", "calibrated.json")
+    )
+    key = content_hash([profile.hash, cluster, request.minibatch])
+    if made.exists() and not options.fresh and read_versioned(_CalibratedFrom, made, schema=_MADE).key == key:
+        steps.begin(f"{in_run} has the corrected costs already (--fresh measures them again)", None)
+        return Calibrated(profile=read_profile(in_run), cluster=read_cluster(str(links)), changes=())
+    assert request.minibatch is not None
+    plans = probe_plans(profile, cluster, request, request.minibatch)
+    steps.begin(f"correcting layers and links by {len(plans)} short runs", _seconds(plans))
+    found, _ = probe(profile, cluster, plans, run, code=Path.cwd())
+    write_profile(found.profile, in_run)
+    write_text(links, cluster_toml(found.cluster, comment="links as runs used them"))
+    write_text(made, dump_json(_CalibratedFrom(key=key)))
+    return found
+
+
 def _sizes(batch: int, ranks: int) -> tuple[int, ...]:
     """Powers of two that leave every rank a micro-batch, the largest ones."""
     most = max(1, batch // ranks)
@@ -239,10 +266,3 @@ def _sizes(batch: int, ranks: int) -> tuple[int, ...]:
 
 def _seconds(plans: tuple[Plan, ...]) -> float:
     return _START + sum(steps_for(plan) * plan.prediction.time for plan in plans)
-
-
-def _candidates(found: Exploration, limit: int) -> tuple[Plan, ...]:
-    from dataclasses import replace
-
-    close = [item for item in found.considered if item.short is None and item.time <= 1.1 * found.best.time]
-    return tuple(make_plan(replace(found, best=item)) for item in close[:limit])

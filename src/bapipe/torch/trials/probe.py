@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bapipe.analysis.calibrate import Calibrated, calibrate
+from bapipe.analysis.calibrate import Calibrated, ShortRun, calibrate
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
@@ -20,10 +20,13 @@ __all__ = ["probe", "probe_plans"]
 _MICROBATCHES = 4
 """per accelerator in a run that only measures"""
 
+_TIMES = 2
+"""each of them runs so often, in turns"""
+
 
 def probe_plans(profile: Profile, cluster: Cluster, request: Request, minibatch: int) -> tuple[Plan, ...]:
-    """Pipelines over all accelerators at the smallest and the largest micro-batch that a plan may take, and data
-    parallelism; what does not fit is left out."""
+    """What to run to measure with: pipelines over all accelerators, each of which waits for its messages,
+    at the smallest and the largest micro-batch that a plan may take, and data parallelism; what fits of these."""
     count = len(cluster)
     types = {item.type for item in cluster.accelerators}
     known = {size for name in types for size in profile.table(name).microbatches}
@@ -31,8 +34,8 @@ def probe_plans(profile: Profile, cluster: Cluster, request: Request, minibatch:
     depth = min(count, len(profile.layers))
     found = []
     wanted = [
-        ("1f1b-so", min(sizes), depth),
-        ("1f1b-so", max(sizes), depth),
+        ("1f1b-sno", min(sizes), depth),
+        ("1f1b-sno", max(sizes), depth),
         ("data-parallel", max(sizes), None),
     ]
     for schedule, size, stages in dict.fromkeys(wanted):
@@ -63,9 +66,13 @@ def probe(
     report: Report | None = None,
 ) -> tuple[Calibrated, tuple[Trial, ...]]:
     """Run the plans for a few steps and correct profile and cluster by what they took."""
-    trials = run_trials(plans, options, code=code, report=report)
-    runs = [(trial.plan, trial.records[-1], trial.seconds) for trial in trials if trial.seconds is not None]
+    trials = run_trials(plans, options, code=code, times=_TIMES, report=report)
+    runs = [
+        ShortRun(plan=trial.plan, records=trial.records, seconds=trial.seconds)
+        for trial in trials
+        if trial.seconds is not None
+    ]
     if not runs:
         reason = next((trial.failure for trial in trials if trial.failure), "nothing fits")
         raise BaPipeError(f"no plan could be run to measure with: {reason}")
-    return calibrate(profile, cluster, [(plan, record, seconds) for plan, record, seconds in runs]), trials
+    return calibrate(profile, cluster, runs), trials

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bapipe.analysis.recalibrate import predict_again, recalibrate
+from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.trials.run_trials import Report, run_trials
 from bapipe.torch.trials.trial_record import Trial
+from bapipe.units import format_seconds
 
-__all__ = ["RaceResult", "race"]
+__all__ = ["RaceResult", "race", "with_measured_time"]
 
 _TIMES = 2
 """each plan runs so often, in turns, so that a machine whose speed drifts treats all alike"""
@@ -41,3 +44,24 @@ def race(plans: Sequence[Plan], options: RunOptions, *, code: Path, report: Repo
     chosen = min(index for seconds, index in timed if seconds <= limit)
     order = sorted(range(len(trials)), key=lambda index: (trials[index].seconds or float("inf"), index))
     return RaceResult(best=trials[chosen], trials=tuple(trials[index] for index in order))
+
+
+def with_measured_time(trial: Trial, profile: Profile) -> Plan:
+    """The plan with the stage times that its own runs had by this profile's layers, and the step that was measured
+    as its prediction."""
+    plan = trial.plan
+    if trial.seconds is None:
+        return plan
+    found = predict_again(plan, recalibrate(plan, trial.records[-1], profile).profile)
+    before = format_seconds(plan.prediction.time)
+    steps = [step.seconds for record in trial.records for step in record.steps[1:]] or [trial.seconds]
+    prediction = replace(
+        plan.prediction,
+        time=trial.seconds,
+        throughput=plan.minibatch / trial.seconds,
+        gap=trial.seconds / plan.prediction.lower_bound - 1,
+        low=min(steps),
+        high=max(steps),
+    )
+    note = f"raced: a step took {format_seconds(trial.seconds)}, {before} were predicted before"
+    return replace(found, profile_hash=plan.profile_hash, prediction=prediction, notes=(*plan.notes, note))

@@ -1,0 +1,235 @@
+"""What a plan loses because layers and links take other times than were measured: writes result.json.
+
+python benchmarks/uncertainty/run.py                  200 random profiles, two truths of each, some minutes
+python benchmarks/uncertainty/run.py --profiles 20    fewer
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from bapipe.costs.fields import COST_FIELDS, as_tuples
+from bapipe.costs.profile import CostTable, Profile, ProfiledLayer
+from bapipe.costs.segments import make_chain
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.models.layers import ModelRef
+from bapipe.planner import Request, explore
+from bapipe.planner.evaluate import Candidate, Hardware, evaluate
+from bapipe.planner.scenarios import Scenarios, draw_scenarios, known_errors
+
+HERE = Path(__file__).parent
+LAYER_ERROR, LINK_ERROR = 0.05, 0.3
+RACED = 6
+SIZES = (1, 2, 4, 8)
+TYPES = ("a", "b")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A profile and a cluster as they were measured."""
+
+    profile: Profile
+    cluster: Cluster
+    minibatch: int
+
+
+@dataclass(frozen=True)
+class Regret:
+    """Time over that of the best plan for the truth, less one."""
+
+    nominal: float
+    """of the plan that is fastest by the measured times"""
+    robust: float
+    """of the plan that is chosen with the errors known"""
+    raced: float
+    """of the fastest of the raced plans"""
+    seconds: tuple[float, float]
+    """of planning without errors and with them"""
+    runners: int
+    """plans that were raced"""
+
+
+def random_case(seed: int) -> Case:
+    """5 to 14 layers on 2 to 4 accelerators of one or two types, in one node or two, with links of mixed speed."""
+    generator = np.random.default_rng(seed)
+    layers, count = int(generator.integers(5, 15)), int(generator.integers(2, 5))
+    types = TYPES[: int(generator.integers(1, 3))]
+    work = generator.uniform(1e-3, 6e-3, layers)
+    fixed = generator.uniform(0.1, 0.6)
+    boundary = generator.uniform(0.2e6, 2e6, layers)
+    weights = 10 ** generator.uniform(5, 7.3, layers)
+
+    def rows(values: np.ndarray, more: float = 0.0) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple((values * (size + more)).tolist()) for size in SIZES)
+
+    tables = {}
+    for index, name in enumerate(types):
+        speed = generator.uniform(0.8, 1.2, layers) * (1 + 0.8 * index)
+        tables[name] = CostTable(
+            source="hand-written",
+            description="random",
+            microbatches=SIZES,
+            forward=rows(work / speed / 3, fixed),
+            backward=rows(2 * work / speed / 3, fixed),
+            boundary_forward=rows(boundary),
+            boundary_backward=rows(boundary),
+            stash=rows(boundary),
+            update=tuple((weights * 4e-12).tolist()),
+        )
+    profile = Profile(
+        model=ModelRef(name=f"random-{seed}"),
+        dtype="fp32",
+        layers=tuple(
+            ProfiledLayer(name=f"layer{index}", parameters=int(size // 4), weight_bytes=float(size))
+            for index, size in enumerate(weights)
+        ),
+        accelerators=tables,
+    )
+    two = bool(count == 4 and generator.integers(0, 2))
+    kinds = sorted(types[index % len(types)] for index in range(count))
+    nodes = ["one", "one", "two", "two"] if two else ["one"] * count
+    within = float(10 ** generator.uniform(8.3, 10))
+    members = tuple(
+        Accelerator(name=f"{node}/{index % 2 if two else index}", type=kind, node=node)
+        for index, (kind, node) in enumerate(zip(kinds, nodes, strict=True))
+    )
+    pairs = {}
+    if not two and generator.integers(0, 2):
+        pairs[f"{members[0].name} - {members[1].name}"] = Link(bandwidth=within * generator.uniform(0.3, 3))
+    cluster = Cluster(
+        name="made",
+        accelerators=members,
+        types={
+            name: AcceleratorType(
+                name=name,
+                kind="gpu",
+                flops={"fp32": 1e13},
+                memory=1e15,
+                memory_bandwidth=9e11,
+                execution="synchronous",
+            )
+            for name in types
+        },
+        within=Link(bandwidth=within, latency=2e-5),
+        between=Link(bandwidth=within * generator.uniform(0.2, 0.6), latency=5e-5) if two else None,
+        pairs=pairs,
+    )
+    return Case(profile, cluster, int(8 * count * 2 ** generator.integers(0, 3)))
+
+
+def true_profile(profile: Profile, truth: Scenarios) -> Profile:
+    """The profile that would have been measured without error."""
+    seconds = [name for name, rule in COST_FIELDS.items() if rule.unit == "seconds"]
+    tables = {
+        name: replace(
+            table,
+            **{
+                field: as_tuples(np.array(getattr(table, field)) * truth.layers[name][0])
+                for field in seconds
+                if getattr(table, field) is not None
+            },
+        )
+        for name, table in profile.accelerators.items()
+    }
+    return replace(profile, accelerators=tables)
+
+
+def takes(candidate: Candidate, profile: Profile, hardware: Hardware) -> float:
+    """Seconds of a candidate, in its order, by another profile and on another cluster."""
+    chain = make_chain(profile, candidate.chain.types, candidate.chain.microbatch)
+    return evaluate(replace(candidate, chain=chain), hardware).time
+
+
+def regrets(case: Case, seed: int, truths: int) -> list[Regret]:
+    """Of one case under random truths."""
+    request = Request(minibatch=case.minibatch)
+    knowing = replace(request, layer_error=LAYER_ERROR, link_error=LINK_ERROR)
+    begin = time.perf_counter()
+    nominal = explore(case.profile, case.cluster, request)
+    middle = time.perf_counter()
+    robust = explore(case.profile, case.cluster, knowing)
+    seconds = middle - begin, time.perf_counter() - middle
+    assert robust.outlook is not None
+    raced = robust.outlook.race(RACED, worth=robust.tuning.race_gain)
+    errors = known_errors(case.profile, case.cluster, knowing)
+    found = []
+    for number in range(truths):
+        truth = draw_scenarios(errors, len(case.profile.layers), 1, seed=1_000_000 + 1000 * seed + number)
+        profile, hardware = true_profile(case.profile, truth), truth.hardware(nominal.hardware, 0)
+        first, second, *others = (
+            takes(one.candidate, profile, hardware) for one in (nominal.best, robust.best, *raced)
+        )
+        race = min(others)
+        best = min(explore(profile, hardware.cluster, request).best.time, first, race)
+        found.append(
+            Regret(
+                nominal=first / best - 1,
+                robust=second / best - 1,
+                raced=race / best - 1,
+                seconds=seconds,
+                runners=len(raced),
+            )
+        )
+    return found
+
+
+def summary(found: Sequence[Regret]) -> dict[str, object]:
+    """Mean, 95th percentile and worst of each way to choose."""
+
+    def figures(values: Sequence[float]) -> dict[str, float]:
+        return {
+            "mean": statistics.mean(values),
+            "percentile_95": float(np.percentile(values, 95)),
+            "worst": max(values),
+            "best_chosen": sum(value < 1e-9 for value in values) / len(values),
+        }
+
+    return {
+        "cases": len(found),
+        "nominal": figures([one.nominal for one in found]),
+        "robust": figures([one.robust for one in found]),
+        "raced": figures([one.raced for one in found]),
+        "runners": statistics.mean(one.runners for one in found),
+        "planning_seconds": [statistics.mean(one.seconds[index] for one in found) for index in (0, 1)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profiles", type=int, default=200)
+    parser.add_argument("--truths", type=int, default=2)
+    parser.add_argument("--out", default=str(HERE / "result.json"))
+    options = parser.parse_args()
+    found: list[Regret] = []
+    for seed in range(options.profiles):
+        found += regrets(random_case(seed), seed, options.truths)
+        if seed % 20 == 19:
+            print(seed + 1, json.dumps(summary(found)), flush=True)
+    result = {
+        "environment": {
+            "python": sys.version.split()[0],
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+        },
+        "layer_error": LAYER_ERROR,
+        "link_error": LINK_ERROR,
+        "profiles": options.profiles,
+        "truths": options.truths,
+        **summary(found),
+    }
+    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

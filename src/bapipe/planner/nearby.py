@@ -1,0 +1,97 @@
+"""Candidates near the best that the search passes over, because by the predicted times others are a little faster.
+
+The search keeps the best of every family. Which cut, which order of accelerators is the fastest turns with small
+changes of layers' and links' times, so that where these are known with an error the others count as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from bapipe.errors import InfeasibleError
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner.evaluate import Candidate, Evaluation, evaluate, unreplicated
+from bapipe.planner.incumbents import rank
+from bapipe.planner.order_search import timed_plans
+from bapipe.planner.pipelines import FAMILIES, build, optimal, with_cuts
+from bapipe.planner.state import SearchState
+
+__all__ = ["moved_candidates", "other_orders"]
+
+
+def moved_candidates(candidate: Candidate, cluster: Cluster) -> Iterator[Candidate]:
+    """The same with one cut a unit earlier or later, or two stages' accelerators swapped where links differ."""
+    stages, cuts = candidate.stages, [stage.last for stage in candidate.stages]
+    for index, by in itertools.product(range(len(cuts) - 1), (-1, 1)):
+        trial = [*cuts[:index], cuts[index] + by, *cuts[index + 1 :]]
+        if all(before < after for before, after in itertools.pairwise([-1, *trial])):
+            yield replace(candidate, stages=with_cuts(stages, trial), steps=())
+    mixed = bool(cluster.pairs) or cluster.between is not None
+    if not mixed or cluster.topology == "chain" or candidate.schedule.num_ranks != len(stages):
+        return
+    kinds = [cluster.accelerators[stage.accelerators[0]].type for stage in stages]
+    for one, other in itertools.combinations(range(len(stages)), 2):
+        if kinds[one] == kinds[other]:
+            swapped = list(stages)
+            swapped[one] = replace(stages[one], accelerators=stages[other].accelerators)
+            swapped[other] = replace(stages[other], accelerators=stages[one].accelerators)
+            yield replace(candidate, stages=tuple(swapped), steps=())
+
+
+def other_orders(state: SearchState, near: Sequence[Evaluation]) -> list[Evaluation]:
+    """Pipelines over all accelerators with their types in other orders, at the micro-batch sizes near the best.
+
+    Each has the exact partition of its order under the schedules near the best and zb; the fastest get zero-bubble
+    orders made for their times too.
+    """
+    cluster, tuning, request = state.cluster, state.tuning, state.request
+    starts = [own for own in near if unreplicated(own.candidate.stages)]
+    kinds = [item.type for item in cluster.accelerators]
+    if cluster.topology == "chain" or len(set(kinds)) < 2 or not starts or request.strategy != "exact":
+        return []
+    families = [family for name, family in FAMILIES.items() if name in _schedules(state, starts)]
+    found: list[Evaluation] = []
+    for size in dict.fromkeys(own.candidate.chain.microbatch for own in starts):
+        chain, microbatches = state.chain(size), state.minibatch // size
+        rows = [chain.row(kind) for kind in kinds]
+        depth = request.stages or min(len(cluster), len(chain))
+        for order, family in itertools.product(_type_orders(rows, tuning.type_orders), families):
+            try:
+                stages = optimal(
+                    chain, state.hardware, family, microbatches, num_stages=depth, order=order, tuning=tuning
+                )
+            except InfeasibleError:
+                continue
+            candidate = build(chain, stages, family, microbatches, state.hardware, tuning)
+            found.append(evaluate(candidate, state.hardware))
+    found.sort(key=rank)
+    if "zb" in _schedules(state, starts):
+        small = [
+            own
+            for own in found
+            if len(own.candidate.stages) * own.candidate.schedule.num_microbatches <= tuning.order_size
+        ]
+        distinct = {own.candidate.stages: own for own in reversed(small)}
+        for own in sorted(distinct.values(), key=rank)[: tuning.ordered_pipelines]:
+            found += timed_plans(own, state.hardware, moves="layers", tuning=tuning)
+    return found
+
+
+def _type_orders(rows: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    """All orders of the accelerators' types, or where these are too many those that keep each type together."""
+    counts = Counter(rows)
+    orders = math.factorial(len(rows)) // math.prod(math.factorial(count) for count in counts.values())
+    if orders <= most:
+        return list(dict.fromkeys(itertools.permutations(rows)))
+    blocks = itertools.islice(itertools.permutations(counts), most)
+    return [tuple(row for kind in block for row in [kind] * counts[kind]) for block in blocks]
+
+
+def _schedules(state: SearchState, starts: Sequence[Evaluation]) -> set[str]:
+    """The schedules to try: zb unless another is asked for, and those near the best."""
+    near = {own.candidate.schedule.name for own in starts}
+    return near | {"zb"} if state.request.schedule is None and not state.paper else near

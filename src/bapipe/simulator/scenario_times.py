@@ -1,0 +1,127 @@
+"""One schedule under many costs at once: how long its global batch takes in each scenario.
+
+Where every link has one sending lane the order in which tasks run does not depend on their times, so that each
+task is timed for all scenarios in one step. The arithmetic is that of `bapipe.simulator.engine`, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapipe.errors import BaPipeError
+from bapipe.schedule.actions import Kind, Schedule
+from bapipe.simulator.lowering import Lowered, Network, lower
+from bapipe.simulator.simulate import Costs, simulate
+
+__all__ = ["scenario_times"]
+
+Floats = NDArray[np.float64]
+_KINDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input_gradient",
+    Kind.W: "weight_gradient",
+    Kind.R: "recompute",
+    Kind.A: "all_reduce",
+    Kind.U: "update",
+}
+
+
+def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequence[Network]) -> Floats:
+    """Seconds of the global batch in each scenario, as `simulate(...).time` has them.
+
+    The networks of all scenarios connect the same ranks and differ in rates and latencies alone. Cost: linear in
+    the actions, and nearly independent of the scenarios up to some hundred; where lanes share a link, or the
+    pipeline never flushes, each scenario is simulated by itself.
+    """
+    if len(costs) != len(networks):
+        raise BaPipeError(f"{len(costs)} scenarios of costs need as many networks, got {len(networks)}")
+    first = networks[0]
+    plain = schedule.flushes and schedule.concurrency == "none"
+    if plain and first.sending != "blocking" and not first.latency_only:
+        lowered = lower(schedule, first)
+        if not lowered.graph.contended:
+            cut_through = (first.sending or schedule.sending) == "cut-through"
+            return _together(lowered, costs, networks, cut_through=cut_through)
+    both = zip(costs, networks, strict=True)
+    return np.array([simulate(schedule, own, network).time for own, network in both])
+
+
+def _together(
+    lowered: Lowered, costs: Sequence[Costs], networks: Sequence[Network], *, cut_through: bool
+) -> Floats:
+    """All scenarios, task by task: each lane runs as far as its inputs are there."""
+    graph = lowered.graph
+    duration = {int(kind): np.array([getattr(own, name) for own in costs]).T for kind, name in _KINDS.items()}
+    occupy, latency = _channels(lowered, costs, networks)
+    lane_start, lane_of, send_to, channel, channel_link, edge_start, edge_to = (
+        array.tolist()
+        for array in (
+            graph.lane_start,
+            graph.lane_of,
+            graph.send_to,
+            graph.channel,
+            graph.channel_link,
+            graph.edge_start,
+            graph.edge_to,
+        )
+    )
+    kinds, stages = lowered.kinds.tolist(), lowered.stages.tolist()
+    missing = np.zeros(len(kinds) + 1, np.int64)
+    missing[graph.send_to] = 1  # the -1 of a task that sends nothing falls on the extra last entry
+    waiting = (missing + np.bincount(graph.edge_to, minlength=len(kinds) + 1)).tolist()
+    start = np.zeros(len(costs))
+    ready: list[Floats | None] = [None] * len(kinds)
+    at, ends = lane_start[:-1], [start] * (len(lane_start) - 1)
+    free: list[Floats] = [start] * len(channel_link)
+    runnable = [lane for lane, task in enumerate(at) if task < lane_start[lane + 1] and not waiting[task]]
+
+    def arrive(target: int, when: Floats, lane: int) -> None:
+        known = ready[target]
+        ready[target] = when if known is None else np.maximum(known, when)
+        waiting[target] -= 1
+        other = lane_of[target]
+        if not waiting[target] and at[other] == target and other != lane:
+            runnable.append(other)
+
+    while runnable:
+        lane = runnable.pop()
+        task, stop, now = at[lane], lane_start[lane + 1], ends[lane]
+        while task < stop and not waiting[task]:
+            known = ready[task]
+            begin = now if known is None else np.maximum(now, known)
+            now = begin + duration[kinds[task]][stages[task]]
+            ready[task] = None
+            target = send_to[task]
+            if target >= 0:
+                when, over = now, channel[task]
+                if over >= 0:
+                    link = channel_link[over]
+                    claim = np.maximum(free[link], begin if cut_through else now)
+                    free[link] = claim + occupy[over]
+                    when = np.maximum(now, free[link] + latency[over])
+                arrive(target, when, lane)
+            for target in edge_to[edge_start[task] : edge_start[task + 1]]:
+                arrive(target, now, lane)
+            task += 1
+        at[lane], ends[lane] = task, now
+    assert all(task == stop for task, stop in zip(at, lane_start[1:], strict=True)), (
+        "simulated before, so no deadlock"
+    )
+    return np.asarray(np.max(ends, axis=0), dtype=np.float64)
+
+
+def _channels(
+    lowered: Lowered, costs: Sequence[Costs], networks: Sequence[Network]
+) -> tuple[list[Floats], list[Floats]]:
+    """[channel][scenario] how long one micro-batch holds it, and how much later it arrives."""
+    occupy, latency = [], []
+    for channel in lowered.channels:
+        routes = [network.route(channel.from_rank, channel.to_rank) for network in networks]
+        amounts = [(own.send_forward if channel.onward else own.send_backward)[channel.boundary] for own in costs]
+        occupy.append(np.array(amounts) * np.array([route.seconds_per_unit for route in routes]))
+        latency.append(np.array([route.latency for route in routes]))
+    return occupy, latency

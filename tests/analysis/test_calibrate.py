@@ -1,0 +1,90 @@
+"""A machine whose layers and links are not those of the files: short runs tell, and other plans are predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bapipe.analysis.calibrate import Calibrated, ShortRun, calibrate
+from bapipe.analysis.recalibrate import predict_again
+from bapipe.costs.profile import Profile
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner import Request, explore, make_plan
+from bapipe.planner.evaluate import plan_timeline
+from bapipe.records.plan import Plan
+from made_profiles import made_cluster, made_profile
+from made_runs import made_run
+
+LAYERS = 8
+SIZES = (1, 2, 4)
+
+
+def filed() -> tuple[Profile, Cluster]:
+    """What the files say: layers of 1 to 2 s per sample, links of 50 bytes/s without latency."""
+    profile = made_profile(
+        {"x": [1.0 + place / 8 for place in range(LAYERS)]}, boundary=[10.0] * LAYERS, weights=[40.0] * LAYERS
+    )
+    return profile, made_cluster({"x": 2}, bandwidth=50.0)
+
+
+def true() -> tuple[Profile, Cluster]:
+    """What the machine does: layers 2 times as long at one sample, 1.4 times at four; links far slower."""
+    profile, cluster = filed()
+    table = profile.table("x")
+    factor = np.interp(SIZES, (1, 4), (2.0, 1.4))[:, None]
+    slower = {name: tuple(map(tuple, np.array(getattr(table, name)) * factor)) for name in ("forward", "backward")}
+    links = replace(cluster.within, bandwidth=20.0, latency=0.5)
+    return replace(profile, accelerators={"x": replace(table, **slower)}), replace(cluster, within=links)
+
+
+def planned(profile: Profile, cluster: Cluster, **request: object) -> Plan:
+    return make_plan(explore(profile, cluster, Request(**request)))  # type: ignore[arg-type]
+
+
+def ran(plan: Plan) -> ShortRun:
+    """The plan on the true machine."""
+    timeline = plan_timeline(predict_again(plan, *true()))
+    return ShortRun(plan=plan, records=(made_run(plan, timeline),) * 2, seconds=timeline.time)
+
+
+def calibrated() -> Calibrated:
+    profile, cluster = filed()
+    plans = [
+        planned(profile, cluster, minibatch=8 * size, microbatch=size, schedule="1f1b-sno", stages=2)
+        for size in (1, 4)
+    ]
+    return calibrate(profile, cluster, [ran(plan) for plan in plans])
+
+
+def test_layers_and_links_are_those_of_the_machine() -> None:
+    found, (profile, cluster) = calibrated(), true()
+    for name in ("forward", "backward"):
+        assert np.allclose(getattr(found.profile.table("x"), name), getattr(profile.table("x"), name), rtol=1e-6)
+    assert found.cluster.within.bandwidth == pytest.approx(cluster.within.bandwidth, rel=1e-6)
+    assert found.cluster.within.latency == pytest.approx(cluster.within.latency, rel=1e-6)
+    assert len(found.changes) == 3
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-sno", "zb", "interleaved"])
+def test_plans_that_did_not_run_are_predicted(schedule: str) -> None:
+    found = calibrated()
+    guess = planned(*filed(), minibatch=16, schedule=schedule).prediction.time
+    corrected = planned(found.profile, found.cluster, minibatch=16, schedule=schedule).prediction.time
+    truth = planned(*true(), minibatch=16, schedule=schedule).prediction.time
+    assert corrected == pytest.approx(truth, rel=1e-3)
+    assert abs(guess / truth - 1) > 0.2
+
+
+def test_sums_of_gradients_have_the_rate_that_data_parallelism_showed() -> None:
+    """Layers as filed, but sums five times slower: the rate is found from the step's time alone."""
+    profile, cluster = filed()
+    plan = planned(profile, cluster, minibatch=8, microbatch=4, schedule="data-parallel")
+    slow = planned(
+        profile, replace(cluster, collective_bandwidth=10.0), minibatch=8, microbatch=4, schedule="data-parallel"
+    )
+    run = ShortRun(plan=plan, records=(), seconds=slow.prediction.time)
+    found = calibrate(profile, cluster, [run])
+    assert found.profile == profile
+    assert found.cluster.collective_bandwidth == pytest.approx(10.0, rel=1e-3)

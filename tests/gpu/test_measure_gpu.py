@@ -133,3 +133,7 @@ def test_a_captured_model_on_the_gpu(tmp_path: Path) -> None:
     )
     assert found.complete
     assert found.profile.dtype == "bf16"
+    together, step = found.measured.issue_together(4), found.measured.step(4, eager=False)
+    assert together is not None
+    assert step is not None
+    assert 0 < sum(together) < 1.5 * step.median

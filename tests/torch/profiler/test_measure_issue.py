@@ -7,16 +7,19 @@ import dataclasses
 import pytest
 import torch
 
-from bapipe.torch.profiler.assemble_profile import agreement
+from bapipe.models.layers import ModelRef
+from bapipe.torch.profiler.assemble_profile import agreement, to_profile
 from bapipe.torch.profiler.launch_overhead import StepIssue, empty_issue
 from bapipe.torch.profiler.layer_runner import chain_of, tensors_of
-from bapipe.torch.profiler.layer_times import layer_times, parts
+from bapipe.torch.profiler.layer_times import layer_times, model_times, parts
 from bapipe.torch.profiler.layer_timing import empty_piece
 from bapipe.torch.profiler.measurement import (
     Environment,
     MeasuredLayer,
     Measurement,
+    OptimizerTiming,
     Reading,
+    Repeats,
     SizeMemory,
     UnitTiming,
     WholeStep,
@@ -133,6 +136,43 @@ def test_where_the_device_limits_the_step_the_host_counts_until_it_is_ahead() ->
     times = layer_times(measured(device=(10.0, 10.0), issue=(2.0, 3.0)), 8)
     assert times.forward == pytest.approx((10.0, 10.0))
     assert times.backward == pytest.approx((10.0, 10.0))
+
+
+def test_of_layers_that_repeat_each_other_the_start_of_the_step_counts_once() -> None:
+    """Of the two that are measured the first is issued late, and the device waits for it; not so within a step."""
+    short = measured(device=(10.0, 10.0), issue=(12.0, 2.0))
+    assert layer_times(short, 8).forward == pytest.approx((12.0, 10.0))
+    model = dataclasses.replace(
+        short,
+        repeats=Repeats(layers=short.layers[:1] * 5, timed_as=((0, 1),) * 5, weighed_as=(0, 1, 1, 1, 1)),
+    )
+    times = model_times(model, 8)
+    assert times.forward == times.backward == pytest.approx((10.0,) * 5)
+    found, made = agreement(model, 8), parts(model, 8)
+    assert found is not None
+    assert made is not None
+    assert found.layers == made.device == pytest.approx(100.0)
+    assert made.issue == pytest.approx(70.0)
+
+
+@pytest.mark.parametrize(("together", "forward"), [(5.0, (2.0, 3.0)), (50.0, (4.0, 6.0))])
+def test_layers_are_issued_in_no_more_time_than_the_stage_of_all(
+    together: float, forward: tuple[float, float]
+) -> None:
+    """A layer alone computes masks and positions again; a host that waits for the device is no slower by it."""
+    found = measured(device=(1.0, 1.0), issue=(4.0, 6.0))
+    step = dataclasses.replace(found.whole[0], issue_together=(exactly(together), exactly(together)))
+    times = layer_times(dataclasses.replace(found, whole=(step,)), 8)
+    assert times.forward == times.backward == pytest.approx(forward)
+
+
+def test_an_optimizer_step_takes_the_device_what_it_takes_beyond_a_single_number() -> None:
+    found = measured(device=(1.0, 1.0), issue=(4.0, 6.0))
+    readings = {None: on_gpu(4.0, 0.5), 0: on_gpu(4.0, 3.5), 1: on_gpu(4.0, 6.5)}
+    steps = [OptimizerTiming(layer=layer, round=0, reading=own) for layer, own in readings.items()]
+    model = dataclasses.replace(found, optimizer_steps=tuple(steps))
+    (table,) = to_profile(model, accelerator="gpu", model=ModelRef(name="m")).accelerators.values()
+    assert table.update == pytest.approx((3.0 + 2.0, 6.0 + 2.0))
 
 
 @pytest.mark.parametrize("change", ["not taken", "no empty layer"])

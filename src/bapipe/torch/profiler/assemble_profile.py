@@ -10,7 +10,7 @@ from bapipe.costs.fields import COST_FIELDS, CostTable
 from bapipe.costs.profile import Profile, ProfiledLayer
 from bapipe.errors import BaPipeError
 from bapipe.models.layers import ModelRef
-from bapipe.torch.profiler.layer_times import PartRows, SizeTimes, layer_times, part_costs
+from bapipe.torch.profiler.layer_times import PartRows, SizeTimes, layer_times, model_times, part_costs
 from bapipe.torch.profiler.measurement import Measurement, OptimizerBytes, SizeMemory, seconds
 from bapipe.torch.profiler.repeated_layers import bytes_of_model, model_layers, row_of_model, times_of_model
 
@@ -67,9 +67,8 @@ def agreement(measured: Measurement, microbatch: int) -> Agreement | None:
     eager, chain = measured.step(microbatch), measured.step(microbatch, eager=False)
     if eager is None or chain is None:
         return None
-    times = layer_times(measured, microbatch)
-    if all(item.of_model for item in measured.whole if item.microbatch == microbatch):
-        times = times_of_model(measured, times)
+    whole = all(item.of_model for item in measured.whole if item.microbatch == microbatch)
+    times = (model_times if whole else layer_times)(measured, microbatch)
     return Agreement(
         microbatch=microbatch,
         layers=sum(times.forward) + sum(times.backward),
@@ -104,7 +103,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         raise BaPipeError(
             f"nothing of {measured.model} is measured completely{lost}; profile smaller micro-batches or go on"
         )
-    rows = {size: times_of_model(measured, layer_times(measured, size)) for size in sizes}
+    rows = {size: model_times(measured, size) for size in sizes}
     divided = _part_rows(measured, sizes)
     notes = []
     for size in sizes:
@@ -199,24 +198,31 @@ def _library(memory: Sequence[SizeMemory]) -> tuple[float, ...] | None:
 
 
 def _optimizer_seconds(measured: Measurement) -> tuple[float, ...]:
-    """Of each layer, what its step takes beyond that of a single number; and its share of that, by its weights."""
+    """Of each layer, what its step takes beyond that of a single number; and its share of that, by its weights.
+
+    Of a GPU the device's time: one step is issued for all layers of a stage, and the host is then ahead.
+    """
     layers = model_layers(measured)
     found = {layer: _taken(measured, layer) for layer in {item.layer for item in measured.optimizer_steps}}
     if None not in found:
         return (0.0,) * len(layers)
-    any_step = found.pop(None)
-    alike = measured.repeats.timed_as if measured.repeats else tuple((index,) for index in range(len(layers)))
+    host, device = found.pop(None)
+    any_step = max(host, device or 0.0)
     own = [layer.weight_bytes if layer.steps_weights else 0.0 for layer in layers]
+
+    def beyond(layer: int) -> float:
+        taken, work = found.get(layer, (0.0, None))
+        return max(0.0, taken - host if work is None or device is None else work - device)
+
     return tuple(
-        max(0.0, found.get(same[0], 0.0) - any_step) + any_step * weights / sum(own) if weights else 0.0
-        for weights, same in zip(own, alike, strict=True)
+        beyond(same[0]) + any_step * weights / sum(own) if weights else 0.0
+        for weights, same in zip(own, measured.alike(), strict=True)
     )
 
 
-def _taken(measured: Measurement, layer: int | None) -> float:
-    """Seconds of the layer's optimizer step: the device's, or the host's where that is longer."""
-    host, device = seconds([item.reading for item in measured.optimizer_steps if item.layer == layer])
-    return max(host, device or 0.0)
+def _taken(measured: Measurement, layer: int | None) -> tuple[float, float | None]:
+    """(host, device) seconds of the layer's optimizer step."""
+    return seconds([item.reading for item in measured.optimizer_steps if item.layer == layer])
 
 
 def _per_parameter(weighed: OptimizerBytes | None, what: str) -> float | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from bapipe.torch.profiler.measurement import Measurement, Reading, seconds
 
-__all__ = ["PartRows", "Parts", "SizeTimes", "layer_times", "part_costs", "parts", "run_ahead"]
+__all__ = ["PartRows", "Parts", "SizeTimes", "layer_times", "model_times", "part_costs", "parts", "run_ahead"]
+
+
+_Unit = tuple[float, float | None]
+"""(host, device) seconds"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,36 +77,107 @@ def run_ahead(host: Sequence[float], device: Sequence[float | None]) -> list[flo
 
 
 def layer_times(measured: Measurement, microbatch: int, *, in_step: bool = True) -> SizeTimes:
-    """Every layer's seconds at a size, both rounds pooled, what timing one by one adds taken off.
+    """Every measured layer's seconds at a size, both rounds pooled, what timing one by one adds taken off.
 
     The host's time to issue a layer for a GPU is that within a step where it is known and `in_step`; else (as
     where the whole step does not fit) that of the layer alone.
     """
-    readings = [measured.rounds(microbatch, first) for first, _ in measured.units]
+    return _times(measured, microbatch, [(layer,) for layer in range(len(measured.layers))], in_step=in_step)
+
+
+def model_times(measured: Measurement, microbatch: int, *, in_step: bool = True) -> SizeTimes:
+    """The same of every layer of the model, those included that others were measured for.
+
+    How far a GPU's host runs ahead depends on all layers of the model, so the few that are measured are put in a
+    row as long as the model. Layers that are alike share what they take together in equal parts.
+    """
+    if measured.repeats is None:
+        return layer_times(measured, microbatch, in_step=in_step)
+    found = _times(measured, microbatch, measured.alike(), in_step=in_step)
+    places: dict[tuple[int, ...], list[int]] = {}
+    for index, alike in enumerate(measured.repeats.timed_as):
+        places.setdefault(alike, []).append(index)
+    rows = {}
+    for item in fields(found):
+        row = getattr(found, item.name)
+        mean = {alike: sum(row[index] for index in own) / len(own) for alike, own in places.items()}
+        rows[item.name] = tuple(mean[alike] for alike in measured.repeats.timed_as)
+    return SizeTimes(**rows)
+
+
+def _times(
+    measured: Measurement, microbatch: int, alike: Sequence[tuple[int, ...]], *, in_step: bool
+) -> SizeTimes:
+    """Seconds of layers in a row, each of them the mean of the measured ones that are alike."""
     ahead, back = _net_units(measured, microbatch)
-    weights = []
-    for items, whole in zip(readings, back, strict=True):
-        total = max(whole[0], whole[1] or 0.0)
-        alone = _net([item.input_gradient for item in items if item.input_gradient], measured.empty_backward)
-        weights.append(1 - min(1.0, max(alone[0], alone[1] or 0.0) / total) if total > 0 else 0.0)
+    weights = _means(_by_layer(measured, _weight_shares(measured, microbatch, back)), alike)
     issue = measured.issue(microbatch) if in_step else None
     if issue is not None:
         ahead, back = _issued(ahead, issue[0]), _issued(back, issue[1])
-    order = [*ahead, *reversed(back)]
+    rows = [_mean_units(measured, ahead, measured.shares_forward, alike)]
+    rows.append(_mean_units(measured, back, measured.shares_backward, alike))
+    together = measured.issue_together(microbatch) if issue is not None else None
+    if together is not None and len(alike) == len(measured.alike()):
+        rows = [_limited(row, total) for row, total in zip(rows, together, strict=True)]
+    order = [*rows[0], *reversed(rows[1])]
     added = run_ahead([host for host, _ in order], [device for _, device in order])
-    forward_units, backward_units = added[: len(ahead)], added[len(ahead) :][::-1]
-    forward, backward, gradient = [], [], []
-    for index, (first, last) in enumerate(measured.units):
-        for layer in range(first, last + 1):
-            forward.append(forward_units[index] * measured.shares_forward[layer])
-            backward.append(backward_units[index] * measured.shares_backward[layer])
-            gradient.append(backward[-1] * weights[index] if measured.layers[layer].parameters else 0.0)
+    backward = added[len(alike) :][::-1]
+    trained = [any(measured.layers[layer].parameters for layer in own) for own in alike]
     return SizeTimes(
-        forward=tuple(forward),
+        forward=tuple(added[: len(alike)]),
         backward=tuple(backward),
-        weight_gradient=tuple(gradient),
-        parting=_parting(measured, microbatch),
+        weight_gradient=tuple(
+            own * share if has else 0.0 for own, share, has in zip(backward, weights, trained, strict=True)
+        ),
+        parting=tuple(_means(_parting(measured, microbatch), alike)),
     )
+
+
+def _weight_shares(measured: Measurement, microbatch: int, back: Sequence[_Unit]) -> list[float]:
+    """Per unit, the part of its backward that makes weight gradients."""
+    shares = []
+    for (first, _), whole in zip(measured.units, back, strict=True):
+        total = max(whole[0], whole[1] or 0.0)
+        alone = _net(
+            [item.input_gradient for item in measured.rounds(microbatch, first) if item.input_gradient],
+            measured.empty_backward,
+        )
+        shares.append(1 - min(1.0, max(alone[0], alone[1] or 0.0) / total) if total > 0 else 0.0)
+    return shares
+
+
+def _by_layer(measured: Measurement, row: Sequence[float]) -> list[float]:
+    """Each unit's value for every one of its layers."""
+    return [row[index] for index, (first, last) in enumerate(measured.units) for _ in range(first, last + 1)]
+
+
+def _means(row: Sequence[float], alike: Sequence[tuple[int, ...]]) -> list[float]:
+    return [sum(row[layer] for layer in own) / len(own) for own in alike]
+
+
+def _mean_units(
+    measured: Measurement, units: Sequence[_Unit], shares: Sequence[float], alike: Sequence[tuple[int, ...]]
+) -> list[_Unit]:
+    """(host, device) of each layer: its share of its unit, the mean of those that are alike."""
+    host = [own * share for own, share in zip(_by_layer(measured, [h for h, _ in units]), shares, strict=True)]
+    work = [
+        own * share for own, share in zip(_by_layer(measured, [d or 0.0 for _, d in units]), shares, strict=True)
+    ]
+    waited = _by_layer(measured, [float(d is None) for _, d in units])
+    return [
+        (own, None if any(waited[layer] for layer in same) else device)
+        for own, device, same in zip(_means(host, alike), _means(work, alike), alike, strict=True)
+    ]
+
+
+def _limited(row: Sequence[_Unit], together: float) -> list[_Unit]:
+    """The host's times scaled down to what it takes to issue all layers as one stage.
+
+    A layer alone computes again what a stage computes once for all of its layers: masks, positions, rotary tables.
+    """
+    total = sum(host for host, device in row if device is not None)
+    scale = min(1.0, together / total) if total > 0 else 1.0
+    return [(host if device is None else host * scale, device) for host, device in row]
 
 
 def _parting(measured: Measurement, microbatch: int) -> tuple[float, ...]:
@@ -164,10 +239,6 @@ def _beyond(parts: Sequence[Sequence[Reading]], whole: Sequence[Reading], empty:
     return max(0.0, (sum(own) - layer) / 2)
 
 
-_Unit = tuple[float, float | None]
-"""(host, device) seconds"""
-
-
 def _net_units(measured: Measurement, microbatch: int) -> tuple[list[_Unit], list[_Unit]]:
     readings = [measured.rounds(microbatch, first) for first, _ in measured.units]
     return (
@@ -182,17 +253,25 @@ def _issued(units: Sequence[_Unit], issue: Sequence[float]) -> list[_Unit]:
 
 
 def parts(measured: Measurement, microbatch: int) -> Parts | None:
-    """What the sum of layers is made of; None where some time is not a GPU's."""
+    """What the sum of the model's layers is made of; None where some time is not a GPU's."""
     ahead, back = _net_units(measured, microbatch)
-    device = [own for _, own in (*ahead, *back) if own is not None]
-    if len(device) < len(ahead) + len(back):
+    if any(device is None for _, device in (*ahead, *back)):
         return None
+    alike = measured.alike()
     issue = measured.issue(microbatch)
-    alone = layer_times(measured, microbatch, in_step=False)
+    alone = model_times(measured, microbatch, in_step=False)
+
+    def total(forward: Sequence[_Unit], backward: Sequence[_Unit], what: int) -> float:
+        rows = (
+            *_mean_units(measured, forward, measured.shares_forward, alike),
+            *_mean_units(measured, backward, measured.shares_backward, alike),
+        )
+        return sum(item[what] or 0.0 for item in rows)
+
     return Parts(
-        device=sum(device),
-        issue=sum(issue[0]) + sum(issue[1]) if issue is not None else None,
-        alone=sum(host for host, _ in (*ahead, *back)),
+        device=total(ahead, back, 1),
+        issue=total(_issued(ahead, issue[0]), _issued(back, issue[1]), 0) if issue is not None else None,
+        alone=total(ahead, back, 0),
         layers_alone=sum(alone.forward) + sum(alone.backward),
     )
 

@@ -172,6 +172,8 @@ class WholeStep:
     issue_forward: tuple[SampleSummary, ...] = ()
     """per unit, until the host had issued it for a GPU as one of a step's; (): not taken"""
     issue_backward: tuple[SampleSummary, ...] = ()
+    issue_together: tuple[SampleSummary, SampleSummary] | None = None
+    """forward and backward, until the host had issued all layers as one stage; None: not taken"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +293,19 @@ class Measurement:
             tuple(max(0.0, middle([item.issue_forward[unit] for item in found]).median - ahead) for unit in units),
             tuple(max(0.0, middle([item.issue_backward[unit] for item in found]).median - back) for unit in units),
         )
+
+    def issue_together(self, microbatch: int) -> tuple[float, float] | None:
+        """Seconds until the host had issued all layers as one stage, forward and backward; None: not known."""
+        found = [item.issue_together for item in self.whole if item.microbatch == microbatch]
+        known = [item for item in found if item is not None]
+        if not known:
+            return None
+        forward, backward = ([item[way] for item in known] for way in (0, 1))
+        return middle(forward).median, middle(backward).median
+
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer of the model, the measured ones that compute the same."""
+        return self.repeats.timed_as if self.repeats else tuple((layer,) for layer in range(len(self.layers)))
 
     def memory_at(self, microbatch: int) -> SizeMemory:
         """The bytes at that size, which must be among `sizes`."""

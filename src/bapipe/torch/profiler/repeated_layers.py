@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from bapipe.torch.profiler.layer_times import PartRows, SizeTimes
+from bapipe.torch.profiler.layer_times import PartRows
 from bapipe.torch.profiler.measurement import MeasuredLayer, Measurement, Repeats, SizeMemory
 
 __all__ = [
@@ -24,8 +24,6 @@ __all__ = [
     "row_of_model",
     "times_of_model",
 ]
-
-_Rows = TypeVar("_Rows", SizeTimes, PartRows)
 
 
 def _kept(period: int) -> int:
@@ -101,7 +99,7 @@ def model_layers(measured: Measurement) -> tuple[MeasuredLayer, ...]:
     return measured.repeats.layers if measured.repeats else measured.layers
 
 
-def times_of_model(measured: Measurement, times: _Rows) -> _Rows:
+def times_of_model(measured: Measurement, times: PartRows) -> PartRows:
     """The same rows, one entry per layer of the model: the mean of the measured layers that are alike."""
     if measured.repeats is None:
         return times
@@ -112,7 +110,7 @@ def times_of_model(measured: Measurement, times: _Rows) -> _Rows:
         )
         for item in fields(times)
     }
-    return type(times)(**rows)
+    return PartRows(**rows)
 
 
 def bytes_of_model(measured: Measurement, memory: SizeMemory) -> SizeMemory:

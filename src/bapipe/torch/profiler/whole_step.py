@@ -80,6 +80,7 @@ def time_whole(
     steps = [_TrainingStep(eager), _TrainingStep(lambda: tensors_of(piece.run(*roots)))]
     own, one = _time(steps, device, stopping, warmup, beside=issue)
     forward, backward = issue.summaries() if issue else ((), ())
+    together = steps[1].issued[-one.count :]
     return WholeStep(
         microbatch=size,
         round=round_,
@@ -89,6 +90,7 @@ def time_whole(
         idle=idle,
         issue_forward=forward,
         issue_backward=backward,
+        issue_together=(summarise([ahead for ahead, _ in together]), summarise([back for _, back in together])),
     )
 
 
@@ -118,13 +120,18 @@ class _TrainingStep:
     def __init__(self, forward: Callable[[], list[Tensor]]) -> None:
         self.forward = forward
         self.errors: list[Tensor] = []
+        self.issued: list[tuple[float, float]] = []
+        """of every step, seconds until the host had issued the forward, and the backward after it"""
 
     def __call__(self) -> None:
+        begun = time.perf_counter()
         outputs = [value for value in self.forward() if value.requires_grad]
+        ahead = time.perf_counter()
         if not self.errors:
             self.errors = [torch.randn_like(value) / max(1, value.numel()) ** 0.5 for value in outputs]
         if outputs:
             torch.autograd.backward(outputs, self.errors)
+        self.issued.append((ahead - begun, time.perf_counter() - ahead))
 
 
 def _time(

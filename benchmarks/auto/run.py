@@ -3,9 +3,9 @@
     python benchmarks/auto/run.py                    # all models, two CPU ranks: some 20 minutes on two cores
     python benchmarks/auto/run.py vit t5
 
-Each model goes through `auto` without a manual step. Then the best plan of every family is raced with the chosen one,
-so that "the fastest" is not only that of the plans which `auto` itself tried. At last the chosen plan trains three
-steps with every gradient compared to one process. result.json and result.md have the figures and the machine.
+Each model goes through `auto` without a manual step. Then the best plans of other families are raced with the chosen
+one, so that "the fastest" is not only that of the plans which `auto` itself tried. At last the chosen plan trains
+three steps with every gradient compared to one process. result.json and result.md have the figures and the machine.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {row['model']} | {row['chosen']} | {1e3 * row['predicted_before']:.0f} ms "
             f"| {1e3 * row['measured_in_race']:.0f} ms | {row['off_before_race']:+.1%} "
-            f"| {row['measured'] / row['fastest'] - 1:.1%} | {row['gradient_difference']:.1e} ({row['compared']}) |"
+            f"| {row['measured'] / row['fastest'] - 1:.1%} "
+            f"| {row['gradient_difference']:.1e} ({row['compared']}) |"
         )
     return "\n".join(lines) + "\n"
 

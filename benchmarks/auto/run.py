@@ -3,9 +3,9 @@
     python benchmarks/auto/run.py                    # all models, two CPU ranks: some 20 minutes on two cores
     python benchmarks/auto/run.py vit t5
 
-Each model goes through `auto` without a manual step. Then the best plans of other families are raced with the chosen
-one, so that "the fastest" is not only that of the plans which `auto` itself tried. At last the chosen plan trains
-three steps with every gradient compared to one process. result.json and result.md have the figures and the machine.
+Each model goes through `auto` without a manual step. Then the best plans of other families are raced with the
+chosen one, so that "the fastest" is not only that of the plans which `auto` itself tried. At last the chosen plan
+trains three steps with every gradient compared to one process. result.json and result.md have the figures.
 """
 
 from __future__ import annotations

@@ -99,8 +99,6 @@ def sampled_partitions(
     widths = (False,) if request.stages is not None or state.paper else (False, True)
     for size, wide in itertools.product(list(sizes)[: tuning.sampled_sizes], widths):
         chain, microbatches = state.chain(size), state.minibatch // size
-        if wide and not state.thorough(len(chain)):
-            continue
         found: set[tuple[StageChoice, ...]] = set()
         for number in range(min(len(scenarios), tuning.sampled_partitions)):
             hardware, changed = scenarios.hardware(state.hardware, number), scenarios.chain(chain, number)

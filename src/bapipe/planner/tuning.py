@@ -17,7 +17,8 @@ class Tuning:
 
     thorough_size: int = 5_000
     """layers · accelerators up to which the exact strategy tries every micro-batch size, the baselines'
-    partitions, replicas under every schedule and PP × DP"""
+    partitions, replicas under every schedule and PP × DP, and where times are known with an error the partitions
+    of scenarios and other orders of accelerator types"""
     most_types: int = 3
     """accelerator types that the exact partition orders freely; with more, the cluster's own order is kept"""
     memory_retries: int = 5

@@ -43,11 +43,13 @@ def _finalists(state: SearchState) -> list[Evaluation]:
     near = _Near(state, found)
     for candidate in state.incumbents.near:
         near.add(candidate)
-    few = draw_scenarios(state.errors, len(state.profile.layers), tuning.sampled_partitions, seed=_SEED)
-    for candidate in sampled_partitions(state, near.fastest(tuning.moved_candidates), few):
-        near.add(candidate)
-    for evaluation in other_orders(state, near.fastest(tuning.moved_candidates)):
-        near.take(evaluation)
+    layers = len(state.profile.layers)
+    if state.thorough(layers):
+        few = draw_scenarios(state.errors, layers, tuning.sampled_partitions, seed=_SEED)
+        for candidate in sampled_partitions(state, near.fastest(tuning.moved_candidates), few):
+            near.add(candidate)
+        for evaluation in other_orders(state, near.fastest(tuning.moved_candidates)):
+            near.take(evaluation)
     for start in near.fastest(tuning.moved_candidates):
         for candidate in moved_candidates(start.candidate, state.cluster):
             near.add(candidate)

@@ -23,7 +23,7 @@ pytest.importorskip("sphinx", reason="the documentation needs Sphinx: pip instal
 
 ROOT = REPOSITORY
 API = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference" / "api").glob("*.md")}
-INTERNAL = {"bapipe.links", "bapipe.slices", "bapipe.trials"}
+INTERNAL = {"bapipe.calibrated", "bapipe.links", "bapipe.slices", "bapipe.trials"}
 """what BaPipe's own processes leave for one another"""
 
 

@@ -132,5 +132,5 @@ def test_steady_is_compared_with_steady() -> None:
 
 def test_such_a_run_cannot_correct_a_profile() -> None:
     plan = _plan(schedule="pipedream")
-    with pytest.raises(BaPipeError, match="times backward and update together"):
+    with pytest.raises(BaPipeError, match="times backward and optimizer step together"):
         recalibrate(plan, _run_of(plan, seconds=1.0), _profile())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bapipe.cli.options import renamed
 from bapipe.cli.progress import progress_bar
 from bapipe.cli.values import Counts
 from bapipe.models.model_spec import parse_arguments
@@ -22,10 +23,8 @@ __all__ = ["auto_command", "calibrate_command", "print_race"]
 @click.command("auto")
 @click.argument("model")
 @click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="Passed to the model's function.")
-@click.option(
-    "--global-batch", type=int, help="Samples per optimizer step.  [default: 64 per GPU, 16 per CPU rank]"
-)
-@click.option("--micro-batch", "micro_batches", type=Counts(), help="Sizes to consider.  [default: powers of two]")
+@renamed("--global-batch", type=int, help="Samples per optimizer step.  [default: 64 per GPU, 16 per CPU rank]")
+@renamed("--micro-batch", "micro_batches", type=Counts(), help="Sizes to consider.  [default: powers of two]")
 @click.option("--ranks", type=int, help="Accelerators to use.  [default: all GPUs, or all cores]")
 @click.option(
     "--optimizer", default="adam", show_default=True, help="sgd, momentum, adam, adamw or package.module:Class."
@@ -122,7 +121,7 @@ def print_race(raced: RaceResult) -> None:
 @click.command("calibrate")
 @click.argument("profile_file", type=click.Path(dir_okay=False))
 @click.option("--cluster", required=True, help="TOML file, or a shorthand such as 2xcpu.")
-@click.option("--global-batch", type=int, help="Samples per optimizer step.  [default: 64 per accelerator]")
+@renamed("--global-batch", type=int, help="Samples per optimizer step.  [default: 64 per accelerator]")
 @click.option(
     "-o", "--out", required=True, type=click.Path(dir_okay=False), help="Write the corrected profile.json."
 )

@@ -12,11 +12,12 @@ __all__ = ["progress_bar"]
 def progress_bar(first: str) -> Iterator[Callable[[str, float], None]]:
     """While open, a call with what is being done and the share that is done moves the bar; `first` stands there
     before the first call."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    from bapipe.reporting.terminal.console import terminal
+
     columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(first, total=1.0)
 

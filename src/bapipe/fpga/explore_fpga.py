@@ -79,13 +79,13 @@ class _Setting:
             boards=self.boards[offset : offset + depth],
             links=links,
             rule=rule,
-            copies=fpga_copies(self.request),
+            copies=_optimizer_copies(self.request),
             parameters=self.parameters,
             tables=self.tables,
         )
 
 
-def fpga_copies(request: Request) -> float:
+def _optimizer_copies(request: Request) -> float:
     """Copies of the weights that the optimizer keeps; nothing is profiled on an FPGA, so the table says."""
     return find_optimizer(request.optimizer or DEFAULT_OPTIMIZER).state
 
@@ -136,7 +136,7 @@ def explore_fpga(
         found = {name: _polish(outcome) for name, outcome in found.items()}
     if not found:
         raise _nothing_fits(setting)
-    copies = fpga_copies(request)
+    copies = _optimizer_copies(request)
     return FpgaExploration(
         request=request,
         parameters=parameters,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
+from bapipe.costs.optimizers import find_optimizer
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
 from bapipe.io.files import content_hash
@@ -143,6 +144,7 @@ def _switch(name: str, value: object) -> bool | None:
 
 def _check(question: Question) -> None:
     _ = question.request
+    find_optimizer(question.optimizer)
     if question.space not in ("full", "paper"):
         raise BaPipeError(f"unknown space '{question.space[:40]}'; known: full, paper")
     if question.dtype is not None and question.dtype not in DTYPE_BYTES:
@@ -184,7 +186,7 @@ def command_line(question: Question) -> str:
         "--stages": question.stages,
         "--strategy": None if question.strategy == "exact" else question.strategy,
         "--space": None if question.space == "full" else question.space,
-        "--optimizer": None if question.optimizer == "sgd" else question.optimizer,
+        "--optimizer": question.optimizer,
         "--dtype": question.dtype,
         "--memory-limit": question.memory_limit,
         "--link-bandwidth": question.link_bandwidth,

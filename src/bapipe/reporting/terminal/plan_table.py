@@ -14,7 +14,7 @@ from bapipe.planner.partition.paper.step_record import Step
 from bapipe.records.plan import Plan, PlanStage, Prediction, Rival
 from bapipe.units import format_bytes, format_seconds, format_seconds_range, format_throughput
 
-__all__ = ["answer", "render_alternatives", "render_plan", "render_steps", "stage_layers"]
+__all__ = ["answer", "render_alternatives", "render_plan", "render_steps", "shape", "stage_layers"]
 
 _BAR = 4
 _NAME = 24

@@ -64,7 +64,22 @@ def test_layers_and_links_are_those_of_the_machine() -> None:
         assert np.allclose(getattr(found.profile.table("x"), name), getattr(profile.table("x"), name), rtol=1e-6)
     assert found.cluster.within.bandwidth == pytest.approx(cluster.within.bandwidth, rel=1e-6)
     assert found.cluster.within.latency == pytest.approx(cluster.within.latency, rel=1e-6)
-    assert len(found.changes) == 3
+    assert found.profile.table("x").step_overhead == pytest.approx(0.0, abs=1e-9)
+    assert len(found.changes) == 4
+
+
+def test_what_steps_take_beside_their_actions_is_added_to_every_prediction() -> None:
+    profile, cluster = filed()
+    plans = [
+        planned(profile, cluster, minibatch=8 * size, microbatch=size, schedule="1f1b-sno", stages=2)
+        for size in (1, 4)
+    ]
+    slow = [replace(run, seconds=run.seconds + 3.0) for run in map(ran, plans)]
+    found = calibrate(profile, cluster, slow)
+    assert found.profile.table("x").step_overhead == pytest.approx(3.0, rel=1e-6)
+    truth = planned(*true(), minibatch=16, schedule="gpipe").prediction.time
+    corrected = planned(found.profile, found.cluster, minibatch=16, schedule="gpipe").prediction.time
+    assert corrected == pytest.approx(truth + 3.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-sno", "zb", "interleaved"])

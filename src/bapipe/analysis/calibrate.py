@@ -12,16 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from bapipe.analysis.link_estimate import estimate_links, fit_links
-from bapipe.analysis.recalibrate import recalibrate
+from bapipe.analysis.recalibrate import predict_again, recalibrate
 from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
 from bapipe.costs.profile import Profile
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import Request, explore
+from bapipe.planner.evaluate import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord, to_timeline
 
@@ -70,13 +72,31 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
             estimate_links(run.plan, *map(to_timeline, run.records)) for run in runs if len(run.plan.stages) > 1
         ]
         linked = fit_links(cluster, [item for found_here in estimates for item in found_here])
+        overhead = _overhead(corrected, linked, runs)
+        corrected = replace(
+            corrected,
+            accelerators={
+                name: replace(table, step_overhead=overhead) for name, table in corrected.accelerators.items()
+            },
+        )
         changes += [*_layer_changes(profile, by_size), *_link_changes(cluster, linked)]
+        changes.append(f"a step takes {1e3 * overhead:.3g} ms beside its actions")
     for run in runs:
         if run.plan.kind == "data-parallel":
             rate = _sum_rate(corrected, linked, run.plan, run.seconds)
             linked = replace(linked, collective_bandwidth=rate)
             changes.append(f"gradients are summed at {rate / 1e9:.3g} GB/s")
     return Calibrated(profile=corrected, cluster=linked, changes=tuple(changes))
+
+
+def _overhead(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> float:
+    """What the pipelines' steps took beyond their actions by the corrected costs, the middle one."""
+    beyond = [
+        run.seconds - plan_timeline(predict_again(run.plan, profile, cluster)).time
+        for run in runs
+        if len(run.plan.stages) > 1
+    ]
+    return max(0.0, median(beyond))
 
 
 def _mean(profiles: Sequence[Profile]) -> Profile:

@@ -145,6 +145,9 @@ class CostTable:
     """bytes of what the layer receives that its own backward keeps"""
     not_fitting: tuple[int, ...] = ()
     """sizes that ran out of memory when measured"""
+    step_overhead: float | None = None
+    """seconds of a step beside its actions, as short runs showed: ranks that wait for each other, the sum of the
+    loss; None: not known"""
     spread: float | None = None
     """relative standard error of one layer's time, as measured; None: not known"""
 

@@ -127,8 +127,15 @@ class Evaluation:
         return tuple(peak.total for peak in self.peaks)
 
     @property
+    def overhead(self) -> float:
+        """Seconds of a step beside its actions, where the profile knows them."""
+        chain = self.candidate.chain
+        return max(chain.profile.table(name).step_overhead or 0.0 for name in chain.types)
+
+    @property
     def time(self) -> float:
-        return self.timeline.time
+        """Seconds of a step."""
+        return self.timeline.time + self.overhead
 
     @property
     def throughput(self) -> float:

@@ -34,7 +34,7 @@ class Outlook:
         if index is None:
             return None
         low, high = np.percentile(self.times[index], [_LOW, _HIGH])
-        return float(low), float(high)
+        return float(low) + evaluation.overhead, float(high) + evaluation.overhead
 
     def within_error(self, evaluation: Evaluation, other: Evaluation) -> bool:
         """Whether it may well be as fast as the other: it is in 5 % of the scenarios or more."""

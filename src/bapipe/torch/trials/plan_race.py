@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import quantiles
 
 from bapipe.analysis.recalibrate import predict_again, recalibrate
 from bapipe.costs.profile import Profile
@@ -20,8 +22,11 @@ __all__ = ["RaceResult", "race", "with_measured_time"]
 _TIMES = 2
 """each plan runs so often, in turns, so that a machine whose speed drifts treats all alike"""
 _AS_FAST = 0.01
-"""share of its time by which a plan that was preferred before the race may be slower and still be kept: no race on
-a machine with other work is closer"""
+"""share of its time by which a plan that was preferred before the race may always be slower and still be kept"""
+_FEWEST = 4
+"""steps from which on an error of their median can be told"""
+_ERRORS = 1.5
+"""standard errors of both medians by which it may, if that is more"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,10 +45,27 @@ def race(plans: Sequence[Plan], options: RunOptions, *, code: Path, report: Repo
     if not timed:
         reason = next((trial.failure for trial in trials if trial.failure), "none was tried")
         raise BaPipeError(f"no plan could be run: {reason}")
-    limit = min(timed)[0] * (1 + _AS_FAST)
-    chosen = min(index for seconds, index in timed if seconds <= limit)
+    fastest = min(timed)
+    chosen = min(index for _, index in timed if _as_fast(trials[index], trials[fastest[1]]))
     order = sorted(range(len(trials)), key=lambda index: (trials[index].seconds or float("inf"), index))
     return RaceResult(best=trials[chosen], trials=tuple(trials[index] for index in order))
+
+
+def _as_fast(trial: Trial, fastest: Trial) -> bool:
+    """Whether the steps of both do not tell them apart."""
+    assert trial.seconds is not None
+    assert fastest.seconds is not None
+    error = _ERRORS * math.hypot(_error(trial), _error(fastest))
+    return trial.seconds - fastest.seconds <= max(error, _AS_FAST * fastest.seconds)
+
+
+def _error(trial: Trial) -> float:
+    """The standard error of the median step, from the quartiles' distance of a normal distribution."""
+    steps = trial.steps()
+    if len(steps) < _FEWEST:
+        return 0.0
+    low, _, high = quantiles(steps, n=4)
+    return 1.25 * (high - low) / 1.35 / math.sqrt(len(steps))
 
 
 def with_measured_time(trial: Trial, profile: Profile) -> Plan:
@@ -54,7 +76,7 @@ def with_measured_time(trial: Trial, profile: Profile) -> Plan:
         return plan
     found = predict_again(plan, recalibrate(plan, trial.records[-1], profile).profile)
     before = format_seconds(plan.prediction.time)
-    steps = [step.seconds for record in trial.records for step in record.steps[1:]] or [trial.seconds]
+    steps = trial.steps()
     prediction = replace(
         plan.prediction,
         time=trial.seconds,

@@ -17,7 +17,7 @@ __all__ = ["run_trials", "steps_for"]
 
 _SECONDS = 1.5
 """to spend on the timed steps of one plan, about"""
-_LEAST, _MOST = 3, 12
+_LEAST, _MOST = 3, 24
 """timed steps of one plan"""
 
 Report = Callable[[str], None]

@@ -55,8 +55,12 @@ class Trial:
     @property
     def seconds(self) -> float | None:
         """The median step, warm-ups left out; None: it did not run."""
-        steps = [step.seconds for record in self.records for step in record.steps[1:] or record.steps]
+        steps = self.steps()
         return median(steps) if steps else None
+
+    def steps(self) -> list[float]:
+        """Seconds of every step, warm-ups left out."""
+        return [step.seconds for record in self.records for step in record.steps[1:] or record.steps]
 
     @property
     def error(self) -> float | None:

@@ -26,6 +26,7 @@ from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan, read_plan
 from bapipe.records.run_record import RunRecord, write_run
 from bapipe.torch.checkpoint.checkpoint_manifest import CheckpointError
+from bapipe.torch.device.cpu_heap import keep_heap
 from bapipe.torch.health.failure import (
     Failure,
     RunError,
@@ -164,6 +165,8 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
         raise missing_gpus(need, torch.__version__, built=torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
     rank = join(plan, options.timeout)
     torch.set_num_threads(threads_of(plan))
+    if len(ranks_on_gpus(plan, options.device)) < len(plan.ranks):
+        keep_heap()
     display = _display(plan, options) if rank == 0 else None
     print_log(None if display is None else display.progress)
     watch = Watch(

@@ -16,6 +16,7 @@ from bapipe.models.layers import ModelRef
 from bapipe.models.model_spec import model_ref
 from bapipe.torch.capturing.torch_internals import load_tracer
 from bapipe.torch.device.allocator import keep_in_pages
+from bapipe.torch.device.cpu_heap import keep_heap
 from bapipe.torch.device.dtypes import find_dtype
 from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.inputs.make_optimizer import find_optimizer_class
@@ -117,6 +118,8 @@ def profile_module(
         torch.set_num_threads(threads)
     if where.type == "cuda":
         plain_fp32(dtype)
+    else:
+        keep_heap()  # as a rank of a run does
     keep_in_pages(where)
     try:
         chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind)

@@ -25,12 +25,13 @@ from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import write_run
 from bapipe.torch.capturing import capture
+from bapipe.torch.device.cpu_heap import keep_heap
 from bapipe.torch.health.failure import Failure, RunError, write_failure, write_finished
 from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.launch.log_lines import print_log
 from bapipe.torch.launch.run_options import RunOptions, parse_options
 from bapipe.torch.launch.train import PreparedModel, train
-from bapipe.torch.runtime.plan_checks import threads_of, trusted_plan
+from bapipe.torch.runtime.plan_checks import ranks_on_gpus, threads_of, trusted_plan
 from bapipe.torch.runtime.process_group import join
 from bapipe.torch.stage.error_context import one_line
 from bapipe.torch.trials.trial_record import read_jobs, result_file
@@ -68,6 +69,8 @@ def _run(folder: Path, options: RunOptions, code: Path) -> None:
     first = jobs[0][0]
     rank = join(first, options.timeout)
     torch.set_num_threads(threads_of(first))
+    if len(ranks_on_gpus(first, options.device)) < len(first.ranks):
+        keep_heap()
     print_log(None)
     prepared = _prepare(first, options, code)
     for number, (plan, steps) in enumerate(jobs):

@@ -325,10 +325,10 @@ def _scaled(table: CostTable, sizes: tuple[int, ...]) -> CostTable:
     base = table.microbatches[-1]
     changed: dict[str, Any] = {}
     for name, rule in COST_FIELDS.items():
-        told = getattr(table, name)
-        if told is not None and rule.per != "layer":
+        given = getattr(table, name)
+        if given is not None and rule.per != "layer":
             more = 1 if rule.unit == "seconds" else 0
-            rows = [np.array(told[-1]) * (size + more) / (base + more) for size in sizes]
+            rows = [np.array(given[-1]) * (size + more) / (base + more) for size in sizes]
             changed[name] = as_tuples(np.array(rows))
     return replace(
         table,

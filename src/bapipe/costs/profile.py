@@ -87,13 +87,13 @@ class Profile:
             "sizes": [f"micro-batch {size}" for size in sizes],
         }
         for field_name, rule in COST_FIELDS.items():
-            told = getattr(table, field_name)
-            if told is None:
+            given = getattr(table, field_name)
+            if given is None:
                 continue
-            rows, of = [("", told)], "sizes" if rule.per == "size" else "layers"
+            rows, of = [("", given)], "sizes" if rule.per == "size" else "layers"
             if rule.per == "size and layer":
-                _require(len(told) == len(sizes), where, field_name, f"{len(told)} rows for {len(sizes)} sizes")
-                rows = [(f" at {size}", row) for size, row in zip(places["sizes"], told, strict=True)]
+                _require(len(given) == len(sizes), where, field_name, f"{len(given)} rows for {len(sizes)} sizes")
+                rows = [(f" at {size}", row) for size, row in zip(places["sizes"], given, strict=True)]
             for at, row in rows:
                 got = f"{len(row)} values for {len(places[of])} {of}{at}"
                 _require(len(row) == len(places[of]), where, field_name, got)
@@ -130,14 +130,14 @@ class Profile:
         share = 0.0 if above == below else float((microbatch - sizes[below]) / (sizes[above] - sizes[below]))
         found: dict[str, Any] = {}
         for name, rule in COST_FIELDS.items():
-            told, instead = getattr(table, name), rule.unknown
-            value: Any = told
-            if told is None:
+            given, instead = getattr(table, name), rule.unknown
+            value: Any = given
+            if given is None:
                 value = found[instead.field] * instead.share if isinstance(instead, Like) else instead
             elif rule.per != "layer":
-                value = told[below]
+                value = given[below]
                 if above != below:
-                    value = np.array(value) * (1 - share) + np.array(told[above]) * share
+                    value = np.array(value) * (1 - share) + np.array(given[above]) * share
             if rule.per == "size":
                 found[name] = float(value)
             else:

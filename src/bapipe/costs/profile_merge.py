@@ -89,14 +89,14 @@ def _merged(
     name: str, rule: CostField, tables: tuple[CostTable, CostTable], taken: Sequence[tuple[int, int, int]]
 ) -> Any:
     """One field by its rule; `taken` has each size, which table it is from and where it stands there."""
-    told = [getattr(table, name) for table in tables]
+    given = [getattr(table, name) for table in tables]
     if rule.merging == "later":
-        return told[0] if told[1] is None else told[1]
+        return given[0] if given[1] is None else given[1]
     if rule.merging == "nearest":
-        found = {size: told[table][row] for size, table, row in taken if told[table] is not None}
+        found = {size: given[table][row] for size, table, row in taken if given[table] is not None}
         near = {size: min(found, key=lambda other: (abs(other - size), other)) for size, _, _ in taken if found}
         return tuple(tuple(value * size / near[size] for value in found[near[size]]) for size in near) or None
-    if rule.merging == "stand-in" and isinstance(rule.unknown, Like) and told != [None, None]:
+    if rule.merging == "stand-in" and isinstance(rule.unknown, Like) and given != [None, None]:
         instead = [getattr(table, rule.unknown.field) for table in tables]
-        told = instead if None in instead else [own or other for own, other in zip(told, instead, strict=True)]
-    return None if None in told else tuple(told[table][row] for _, table, row in taken)
+        given = instead if None in instead else [own or other for own, other in zip(given, instead, strict=True)]
+    return None if None in given else tuple(given[table][row] for _, table, row in taken)

@@ -23,15 +23,15 @@ def seconds(value: float) -> str:
     return figure(value, format_seconds(value))
 
 
-def time_range(told: Prediction | Rival) -> str:
+def time_range(about: Prediction | Rival) -> str:
     """A time, and the range in which it lies where that is known; – where there is none."""
-    if told.time is None:
+    if about.time is None:
         return "–"
-    if told.low is None or told.high is None:
-        return seconds(told.time)
-    words = format_seconds_range(told.time, told.low, told.high).strip("()").split("–")
-    ends = (figure(end, word) for end, word in zip((told.low, told.high), words, strict=True))
-    return f"{seconds(told.time)} ({'–'.join(ends)})"
+    if about.low is None or about.high is None:
+        return seconds(about.time)
+    words = format_seconds_range(about.time, about.low, about.high).strip("()").split("–")
+    ends = (figure(end, word) for end, word in zip((about.low, about.high), words, strict=True))
+    return f"{seconds(about.time)} ({'–'.join(ends)})"
 
 
 def size(value: float) -> str:

@@ -49,14 +49,14 @@ def answer(plan: Plan) -> str:
     )
 
 
-def _time(told: Prediction | Rival, *, between: str = " ") -> str:
+def _time(about: Prediction | Rival, *, between: str = " ") -> str:
     """The time, and the range in which it lies where that is known."""
-    if told.time is None:
+    if about.time is None:
         return "–"
-    time = format_seconds(told.time)
-    if told.low is None or told.high is None:
+    time = format_seconds(about.time)
+    if about.low is None or about.high is None:
         return time
-    return f"{time}{between}{format_seconds_range(told.time, told.low, told.high)}"
+    return f"{time}{between}{format_seconds_range(about.time, about.low, about.high)}"
 
 
 def stage_layers(stage: PlanStage) -> str:

@@ -274,7 +274,7 @@ def _naming(signature: inspect.Signature, keywords: Sequence[str]) -> inspect.Si
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch says of its own doings while it traces; what fails is told in our words."""
+    """Silence what torch says of its own doings while it traces; errors are reported in our words."""
     loggers = [
         logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "export", "_export")
     ]

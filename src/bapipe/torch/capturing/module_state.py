@@ -70,7 +70,7 @@ def hollowed(module: nn.Module) -> Iterator[None]:
     """Stand-ins on the CPU, with shape and strides but no memory, for all that lies on the meta device.
 
     A meta tensor would be refused beside a buffer or an input that has data. Costs nothing but the address space
-    of the largest parameter for a moment.
+    of the largest parameter as workspace.
     """
     made: dict[int, Tensor] = {}
     swapped: list[tuple[nn.Module, str, Tensor]] = []

@@ -55,7 +55,7 @@ def _delayed(measured: Measurement, microbatch: int) -> tuple[float, ...] | None
             return None
         stash = memory.stash[first : last + 1]
         if held is None:
-            # Nothing to put off; or no error to send on, so that all of the backward is put off.
+            # Nothing to defer; or no gradient to send on, so that all of the backward is deferred.
             held = sum(stash) + memory.boundary_backward[last] if weights else 0.0
         total = sum(stash)
         found += [held * (value / total if total > 0 else 1 / len(stash)) for value in stash]

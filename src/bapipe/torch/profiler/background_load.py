@@ -1,4 +1,4 @@
-"""Load for the other slices of a GPU while one is profiled: training steps of the same model, until told."""
+"""Load for the other slices of a GPU while one is profiled: training steps of the same model, until stopped."""
 
 from __future__ import annotations
 

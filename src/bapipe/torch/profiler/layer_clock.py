@@ -28,7 +28,7 @@ class Lap:
 
     host: float
     device: float | None
-    """None: no device, or its time could not be told from the host's"""
+    """None: no device, or its time could not be separated from the host's"""
 
 
 class Clock(Protocol):
@@ -52,7 +52,7 @@ class Clock(Protocol):
 
 
 def _cache_bytes(device: torch.device) -> int:
-    """The largest cache of the device; where that is not told, what is usual."""
+    """The largest cache of the device; where that is not known, what is usual."""
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 2**26
     sizes = [_USUAL_CACHE]

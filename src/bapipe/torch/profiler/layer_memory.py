@@ -1,4 +1,4 @@
-"""Bytes: what crosses each cut, what backward keeps alive, what a layer needs for a moment."""
+"""Bytes: what crosses each cut, what the backward saves, and each layer's workspace."""
 
 from __future__ import annotations
 
@@ -214,8 +214,8 @@ def _once(piece: RunnableLayer, received: Sequence[Any], roots: Sequence[Any]) -
 def _peak_of_weights(
     piece: RunnableLayer, arguments: Sequence[Any], received: Sequence[Any], device: torch.device
 ) -> float | None:
-    """Most bytes above what there was before, while weight gradients are made that were put off; None where no
-    error is sent back, so that all of the backward is put off."""
+    """Most bytes above what there was before, while deferred weight gradients are computed; None where no
+    gradient is sent back, so that all of the backward is deferred."""
     leaves = [value for value in _tensors(received) if value.requires_grad]
     ends = [value for value in _tensors(piece.run(*arguments)) if value.requires_grad]
     if not leaves or not ends:

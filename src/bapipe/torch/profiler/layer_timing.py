@@ -1,4 +1,4 @@
-"""Times of one layer, or of a few together: forward, backward, and what of the backward cannot be put off."""
+"""Times of one layer, or of a few together: forward, backward, and what of the backward cannot be deferred."""
 
 from __future__ import annotations
 

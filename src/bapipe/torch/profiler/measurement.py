@@ -122,7 +122,7 @@ class PartTiming:
     """of the layer itself; None: it is a unit of its own, whose timings say so"""
     whole_backward: Reading | None = None
     stash: float | None = None
-    """bytes that both parts keep beyond the whole layer, negative where they keep less; None: told by another
+    """bytes that both parts keep beyond the whole layer, negative where they keep less; None: known from another
     round"""
 
 
@@ -138,19 +138,19 @@ class SizeMemory:
     workspace: tuple[float, ...]
     """on top of all stashes up to this layer, while it runs"""
     forward_workspace: tuple[float, ...] = ()
-    """of these, while its forward runs, and below its backward; (): not told apart"""
+    """of these, while its forward runs, and below its backward; (): not distinguished"""
     backward_workspace: tuple[float, ...] = ()
     weight_workspace: tuple[float, ...] = ()
-    """while weight gradients that were put off are made; (): not weighed"""
+    """while deferred weight gradients are computed; (): not weighed"""
     library: tuple[float, ...] = ()
     """what libraries allocate when the layer runs first, and keep for all layers; (): not weighed"""
     passing_forward: tuple[float, ...] = ()
-    """of the boundary, what the layer was given and only hands on; (): not told"""
+    """of the boundary, what the layer was given and only hands on; (): not known"""
     passing_backward: tuple[float, ...] = ()
     saved_before: tuple[float, ...] = ()
-    """of the stash, what only the layer before saved; (): not told"""
+    """of the saved activations, what only the layer before saved; (): not known"""
     kept_input: tuple[float, ...] = ()
-    """of what the layer received, what it saved itself; (): not told"""
+    """of what the layer received, what it saved itself; (): not known"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

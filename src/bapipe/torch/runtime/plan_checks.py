@@ -200,8 +200,8 @@ def missing_gpus(need: str, version: str, *, built: bool) -> BaPipeError:
 def threads_of(plan: Plan) -> int:
     """Threads of a rank: as many as its CPU type was profiled with, else an equal part of this machine's cores."""
     kinds = {item.type for item in plan.cluster.accelerators if item.name in plan.ranks}
-    told = {cpu_threads(name) for name in kinds}
-    if len(told) == 1 and (threads := told.pop()) is not None:
+    named = {cpu_threads(name) for name in kinds}
+    if len(named) == 1 and (threads := named.pop()) is not None:
         return threads
     return threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", len(plan.ranks))))
 

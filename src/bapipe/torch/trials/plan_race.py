@@ -24,7 +24,7 @@ _TIMES = 2
 _AS_FAST = 0.01
 """share of its time by which a plan that was preferred before the race may always be slower and still be kept"""
 _FEWEST = 4
-"""steps from which on an error of their median can be told"""
+"""steps from which on the error of their median is known"""
 _ERRORS = 1.5
 """standard errors of both medians by which it may, if that is more"""
 

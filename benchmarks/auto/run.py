@@ -33,7 +33,7 @@ from bapipe.torch.trials.plan_race import race
 HERE = Path(__file__).resolve().parent
 MODELS = ("t5", "vit", "deberta", "convnextv2", "segformer", "mixtral")
 BATCH = 32
-MOST = 6
+MOST = 5
 """plans that are raced at the end"""
 
 
@@ -74,11 +74,6 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     names = sys.argv[1:] or MODELS
     sys.path.insert(0, str(HERE))
-    rows = []
-    for name in names:
-        with tempfile.TemporaryDirectory(prefix="bapipe-auto-") as folder:
-            rows.append(measure(name, Path(folder)))
-        print(json.dumps(rows[-1]), flush=True)
     environment = {
         "machine": cpu_name(),
         "torch": torch.__version__,
@@ -87,8 +82,14 @@ def main() -> None:
         "ranks": 2,
         "global_batch": BATCH,
     }
-    (HERE / "result.json").write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    (HERE / "result.md").write_text(table(environment, rows))
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="bapipe-auto-") as folder:
+            rows.append(measure(name, Path(folder)))
+        print(json.dumps(rows[-1]), flush=True)
+        text = json.dumps({"environment": environment, "rows": rows}, indent=1)
+        (HERE / "result.json").write_text(f"{text}\n")
+        (HERE / "result.md").write_text(table(environment, rows))
 
 
 def table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> str:

@@ -54,6 +54,7 @@ def main() -> None:
             (options.folder / f"stepped-{pipe.rank}").touch()
             if pipe.rank == options.slow:
                 time.sleep(600)
+    pipe.close()
     dist.destroy_process_group()
 
 

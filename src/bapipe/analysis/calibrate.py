@@ -59,20 +59,19 @@ class ShortRun:
 def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> Calibrated:
     """Correct a profile and a cluster by runs of plans that were made from them; several records of a plan count
     with their mean."""
-    pipelines = [(run.plan, record) for run in runs if len(run.plan.stages) > 1 for record in run.records]
+    pipelines = [run for run in runs if len(run.plan.stages) > 1]
     changes: list[str] = []
     corrected, linked = profile, cluster
     if pipelines:
         found: dict[int, list[Profile]] = {}
-        for plan, record in pipelines:
-            found.setdefault(plan.microbatch_size, []).append(recalibrate(plan, record, profile).profile)
+        for run in pipelines:
+            again = [recalibrate(run.plan, record, profile).profile for record in run.records]
+            found.setdefault(run.plan.microbatch_size, []).extend(again)
         by_size = {size: _mean(profiles) for size, profiles in found.items()}
         corrected = _between(profile, by_size, _spread(found.values()))
-        estimates = [
-            estimate_links(run.plan, *map(to_timeline, run.records)) for run in runs if len(run.plan.stages) > 1
-        ]
-        linked = fit_links(cluster, [item for found_here in estimates for item in found_here])
-        overhead = _overhead(corrected, linked, runs)
+        seen = [estimate_links(run.plan, *map(to_timeline, run.records)) for run in pipelines]
+        linked = fit_links(cluster, [estimate for of_run in seen for estimate in of_run])
+        overhead = _overhead(corrected, linked, pipelines)
         corrected = replace(
             corrected,
             accelerators={
@@ -89,14 +88,10 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
     return Calibrated(profile=corrected, cluster=linked, changes=tuple(changes))
 
 
-def _overhead(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> float:
+def _overhead(profile: Profile, cluster: Cluster, pipelines: Sequence[ShortRun]) -> float:
     """What the pipelines' steps took beyond their actions by the corrected costs, the middle one."""
-    beyond = [
-        run.seconds - plan_timeline(predict_again(run.plan, profile, cluster)).time
-        for run in runs
-        if len(run.plan.stages) > 1
-    ]
-    return max(0.0, median(beyond))
+    predicted = [plan_timeline(predict_again(run.plan, profile, cluster)).time for run in pipelines]
+    return max(0.0, median(run.seconds - own for run, own in zip(pipelines, predicted, strict=True)))
 
 
 def _mean(profiles: Sequence[Profile]) -> Profile:
@@ -120,9 +115,8 @@ def _spread(runs: Iterable[Sequence[Profile]]) -> float | None:
     errors = []
     for profiles in runs:
         sums = [
-            float(np.sum(table.forward) + np.sum(table.backward))
+            sum(float(np.sum(table.forward) + np.sum(table.backward)) for table in profile.accelerators.values())
             for profile in profiles
-            for table in profile.accelerators.values()
         ]
         if len(profiles) > 1:
             errors.append((max(sums) - min(sums)) / (max(sums) + min(sums)))
@@ -165,6 +159,8 @@ def _sum_rate(profile: Profile, cluster: Cluster, plan: Plan, seconds: float) ->
             microbatch=plan.microbatch_size,
             schedule="data-parallel",
             optimizer=plan.optimizer,
+            layer_error=0.0,  # one plan is asked for: there is nothing to weigh
+            link_error=0.0,
         )
         return explore(profile, replace(cluster, collective_bandwidth=rate), request).best.time
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +60,7 @@ def auto_command(model: str, **options: Any) -> None:
     steps, check = options.pop("steps"), options.pop("check")
     arguments = parse_arguments(options.pop("arguments"))
     micro_batches = tuple(sorted(set(options.pop("micro_batches") or ())))
-    with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(progress_bar("capturing"))
+    with progress_bar("capturing") as bar:
         found = auto(
             model,
             AutoOptions(args=arguments, micro_batches=micro_batches, **options),

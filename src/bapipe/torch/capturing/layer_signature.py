@@ -6,7 +6,7 @@ keep as much, and each can stand in the other's place: what the one sends, the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -44,7 +44,7 @@ class _Describing:
             wanted: Sequence[Any] = program.outputs
         else:
             wanted = crossing(program, group.stop)
-        return content_hash([self._parts, self._argument(list(wanted))])
+        return content_hash([self._parts, _argument(list(wanted), self._number)])
 
     def _add(self, node: fx.Node, *about: Any) -> int:
         self._numbers[node] = number = len(self._numbers)
@@ -54,7 +54,7 @@ class _Describing:
     def _operation(self, node: fx.Node) -> int:
         if node in self._program.calls:
             return self._add(node, "whole module", str(node.args[1]))
-        given = [self._argument(list(node.args)), self._argument(dict(node.kwargs))]
+        given = [_argument(list(node.args), self._number), _argument(dict(node.kwargs), self._number)]
         return self._add(node, op_name(node.target), *given, self._value(node), node in self._program.gradients)
 
     def _number(self, node: fx.Node) -> int:
@@ -72,17 +72,19 @@ class _Describing:
             return self._operation(node)
         return self._add(node, kind, self._value(node), node in self._program.gradients)
 
-    def _argument(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return {"node": self._number(value)}
-        if isinstance(value, (list, tuple)):
-            return [self._argument(item) for item in value]
-        if isinstance(value, dict):
-            return {str(key): self._argument(item) for key, item in value.items()}
-        return repr(value)
-
     def _value(self, node: fx.Node) -> Any:
         return _about(node.meta.get("val"))
+
+
+def _argument(value: Any, number: Callable[[fx.Node], int]) -> Any:
+    """An operation's argument as plain values, nodes in it by their number."""
+    if isinstance(value, fx.Node):
+        return {"node": number(value)}
+    if isinstance(value, (list, tuple)):
+        return [_argument(item, number) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _argument(item, number) for key, item in value.items()}
+    return repr(value)
 
 
 def _about(value: Any) -> Any:
@@ -97,19 +99,11 @@ def _about(value: Any) -> Any:
 def _graph(graph: fx.Graph) -> list[Any]:
     """A region's operations, with nodes by their position."""
     numbers: dict[fx.Node, int] = {}
-
-    def argument(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return {"node": numbers[value]}
-        if isinstance(value, (list, tuple)):
-            return [argument(item) for item in value]
-        if isinstance(value, dict):
-            return {str(key): argument(item) for key, item in value.items()}
-        return repr(value)
-
+    number = numbers.__getitem__
     found = []
     for node in graph.nodes:
         name = op_name(node.target) if node.op == "call_function" else node.op
-        found.append([name, argument(list(node.args)), argument(dict(node.kwargs)), _about(node.meta.get("val"))])
+        given = [_argument(list(node.args), number), _argument(dict(node.kwargs), number)]
+        found.append([name, *given, _about(node.meta.get("val"))])
         numbers[node] = len(numbers)
     return found

@@ -46,6 +46,8 @@ def probe_plans(profile: Profile, cluster: Cluster, request: Request, minibatch:
             schedule=schedule,
             stages=stages,
             optimizer=request.optimizer,
+            layer_error=0.0,  # any plan of that shape serves: there is nothing to weigh
+            link_error=0.0,
         )
         if stages == 1 and schedule != "data-parallel":
             continue

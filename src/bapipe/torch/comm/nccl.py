@@ -1,19 +1,22 @@
-"""CUDA tensors over NCCL, for ranks that have a GPU each (NCCL refuses two ranks on one).
-
-Written from NCCL's and torch's documentation and not yet run on hardware: the machines this was developed on have
-one GPU. Its tests are those of the other transports and run where torch finds two GPUs.
+"""CUDA tensors over NCCL, for ranks that each have a GPU, or a slice of one, to themselves.
 
 NCCL matches the sends and receives of two ranks by their order alone and runs them one after another, so each
 channel has a communicator of its own: receives are posted ahead on every channel, and nothing would order them
 between channels. They are made in the constructor, in the same order on every rank, because making one waits for
 both ranks.
+
+NCCL refuses two ranks on one GPU, which it tells apart by host and bus id. Ranks on slices of one GPU have another
+NCCL_HOSTID each, so that every slice is a host of its own, and talk through sockets. Separate GPUs must not have
+one: it would turn NVLink and shared memory off.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,13 +25,74 @@ from torch import Tensor
 from bapipe.errors import BaPipeError
 from bapipe.torch.comm.channel import LinkError, Message, P2PChannel, guarded
 from bapipe.torch.comm.packing import message_of
+from bapipe.torch.comm.rank_topology import gathered
 
-__all__ = ["NcclTransport"]
+__all__ = ["NcclTransport", "nccl_group", "nccl_problem"]
 
 _LONG = datetime.timedelta(days=1)
 """torch's own limit, which counts from the posting of a receive and ends the process"""
 _NAP = 5e-5
 """seconds between two looks"""
+_CONNECTING = 120.0
+"""seconds in which all ranks must have connected to each other"""
+_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+"""torch's own watchdog of NCCL ends the process, without a word on rank, stage or action; the runtime has its own"""
+
+
+def nccl_group(ranks: Iterable[int]) -> dist.ProcessGroup:
+    """A group of those ranks over NCCL. Collective: every rank of the default group makes it."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    with guarded(None):
+        group: dist.ProcessGroup = dist.new_group(list(ranks), backend="nccl", timeout=_LONG)
+    return group
+
+
+def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
+    """Why NCCL does not work between all ranks, found by a sum over them; None where it does. Collective.
+
+    A connection that hangs is waited for in a thread, which is left behind.
+    """
+    if not gathered_all(dist.is_nccl_available()):
+        return "torch is built without it on some rank"
+    group = nccl_group(range(dist.get_world_size()))
+    said: list[str] = []
+    end = threading.Event()
+
+    def connect() -> None:
+        try:
+            one = torch.ones(1, device=device)
+            dist.all_reduce(one, group=group)
+            if float(one) != dist.get_world_size():
+                said.append(f"a sum of ones over {dist.get_world_size()} ranks gave {float(one):g}")
+        except RuntimeError as error:
+            said.append(_first_line(error))
+        end.set()
+
+    threading.Thread(target=connect, name="bapipe nccl probe", daemon=True).start()
+    limit = min(timeout, _CONNECTING)
+    if not end.wait(limit):
+        said.append(f"no connection within {limit:g} s; see NCCL_SOCKET_IFNAME and NCCL_DEBUG=WARN")
+    found = next((text for text in gathered("".join(said)) if text), None)
+    if found is None:
+        dist.destroy_process_group(group)
+    return found
+
+
+def gathered_all(value: bool) -> bool:
+    """Whether it is true on every rank. Collective."""
+    return all(gathered(value))
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what torch says about NCCL only the reason, which is in its last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:160]
 
 
 class NcclTransport:
@@ -40,7 +104,7 @@ class NcclTransport:
 
     name = "nccl"
 
-    def __init__(self, channels: Sequence[P2PChannel], device: torch.device, *, timeout: float) -> None:
+    def __init__(self, channels: Iterable[P2PChannel], device: torch.device, *, timeout: float) -> None:
         """Collective: every rank of the default group gives all channels of the run, in the same order."""
         self._device = device
         self._timeout = timeout
@@ -49,8 +113,7 @@ class NcclTransport:
         rank = dist.get_rank()
         for channel in channels:
             ends = sorted({channel.from_rank, channel.to_rank})
-            with guarded(None):
-                group = dist.new_group(ends, backend="nccl", timeout=_LONG)
+            group = nccl_group(ends)
             if rank in ends:
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups[channel] = group

@@ -51,7 +51,8 @@ from bapipe.torch.runtime.plan_checks import (
     threads_of,
     trusted_plan,
 )
-from bapipe.torch.runtime.process_group import join
+from bapipe.torch.runtime.process_group import join, planned_rank
+from bapipe.torch.runtime.rank_slice import take_slice
 from bapipe.torch.stage.error_context import one_line
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
     """Join the process group, train, and on rank 0 say and write how it went."""
     runnable, options = _read_plan(arguments), arguments.options
     plan = runnable.plan
+    take_slice(plan, planned_rank(plan), options.device)
     if len(ranks_on_gpus(plan, options.device)) == len(plan.ranks) and not torch.cuda.is_available():
         need = describe_need(plan, options.device)
         raise missing_gpus(need, torch.__version__, built=torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]

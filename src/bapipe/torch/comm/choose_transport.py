@@ -108,16 +108,11 @@ def connect(
 
 def _problems(name: str, possible: Sequence[str], device: torch.device, timeout: float) -> dict[str, str]:
     """Of the transports in question those that do not work, and why. Collective."""
-    found = {}
-    for item, problem in (
-        ("nccl", lambda: nccl_problem(device, timeout=timeout)),
-        ("ipc", lambda: ipc_problem(device)),
-    ):
-        if item in possible and name in ("auto", item):
-            said = problem()
-            if said is not None:
-                found[item] = said
-    return found
+    asked = [item for item in ("nccl", "ipc") if item in possible and name in ("auto", item)]
+    said = {
+        item: nccl_problem(device, timeout=timeout) if item == "nccl" else ipc_problem(device) for item in asked
+    }
+    return {item: problem for item, problem in said.items() if problem is not None}
 
 
 def _chosen(

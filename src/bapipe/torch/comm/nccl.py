@@ -12,6 +12,7 @@ one: it would turn NVLink and shared memory off.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import threading
@@ -27,7 +28,7 @@ from bapipe.torch.comm.channel import LinkError, Message, P2PChannel, guarded
 from bapipe.torch.comm.packing import message_of
 from bapipe.torch.comm.rank_topology import gathered
 
-__all__ = ["NcclTransport", "nccl_group", "nccl_problem"]
+__all__ = ["NcclTransport", "abort_nccl", "nccl_group", "nccl_problem"]
 
 _LONG = datetime.timedelta(days=1)
 """torch's own limit, which counts from the posting of a receive and ends the process"""
@@ -41,7 +42,9 @@ _SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
-"""torch's own watchdog of NCCL ends the process, without a word on rank, stage or action; the runtime has its own"""
+"""torch's own watchdog of NCCL ends the process and names neither rank nor action; the runtime has its own"""
+_made: list[dist.ProcessGroup] = []
+"""all groups of this process that are not given back"""
 
 
 def nccl_group(ranks: Iterable[int]) -> dist.ProcessGroup:
@@ -50,7 +53,30 @@ def nccl_group(ranks: Iterable[int]) -> dist.ProcessGroup:
         os.environ.setdefault(name, value)
     with guarded(None):
         group: dist.ProcessGroup = dist.new_group(list(ranks), backend="nccl", timeout=_LONG)
+    if isinstance(group, dist.ProcessGroup):  # this rank is one of them
+        _made.append(group)
     return group
+
+
+def abort_nccl(groups: Iterable[dist.ProcessGroup] | None = None) -> None:
+    """Break off what is under way on these groups, or on all of this process.
+
+    Kernels of NCCL wait on the GPU for peers that may be gone. While they do the device cannot be waited for, and
+    on a slice the process cannot end.
+    """
+    for group in list(_made if groups is None else groups):
+        _forget(group)
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    _made[:] = [item for item in _made if item is not group]
+
+
+def _give_back(group: dist.ProcessGroup) -> None:
+    _forget(group)
+    dist.destroy_process_group(group)
 
 
 def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
@@ -58,8 +84,6 @@ def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
 
     A connection that hangs is waited for in a thread, which is left behind.
     """
-    if not gathered_all(dist.is_nccl_available()):
-        return "torch is built without it on some rank"
     group = nccl_group(range(dist.get_world_size()))
     said: list[str] = []
     end = threading.Event()
@@ -71,7 +95,7 @@ def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
             if float(one) != dist.get_world_size():
                 said.append(f"a sum of ones over {dist.get_world_size()} ranks gave {float(one):g}")
         except RuntimeError as error:
-            said.append(_first_line(error))
+            said.append(_reason(error))
         end.set()
 
     threading.Thread(target=connect, name="bapipe nccl probe", daemon=True).start()
@@ -80,16 +104,13 @@ def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
         said.append(f"no connection within {limit:g} s; see NCCL_SOCKET_IFNAME and NCCL_DEBUG=WARN")
     found = next((text for text in gathered("".join(said)) if text), None)
     if found is None:
-        dist.destroy_process_group(group)
+        _give_back(group)
+    else:
+        abort_nccl([group])
     return found
 
 
-def gathered_all(value: bool) -> bool:
-    """Whether it is true on every rank. Collective."""
-    return all(gathered(value))
-
-
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Of what torch says about NCCL only the reason, which is in its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:160]
@@ -108,7 +129,8 @@ class NcclTransport:
         """Collective: every rank of the default group gives all channels of the run, in the same order."""
         self._device = device
         self._timeout = timeout
-        self._broken = False
+        self._lost: dict[int, LinkError] = {}
+        """peers that did not answer: nothing that comes from them counts any more"""
         self._groups: dict[P2PChannel, dist.ProcessGroup] = {}
         rank = dist.get_rank()
         for channel in channels:
@@ -155,6 +177,8 @@ class NcclTransport:
                 f"{channel} is not among the channels that the transport was made with; name all of them"
             )
         works: list[dist.Work] = []
+        if peer in self._lost:
+            return works
         with guarded(peer):
             for value in values:
                 if value.numel():
@@ -166,21 +190,26 @@ class NcclTransport:
     def _wait(self, works: Sequence[dist.Work], peer: int) -> None:
         """Until NCCL is done; then the current stream may use what came."""
         end = time.monotonic() + self._timeout
-        for work in works:
-            try:
+        try:
+            for work in works:
                 while not work.is_completed():
                     if time.monotonic() > end:
                         raise TimeoutError(f"timed out after {self._timeout:g} s")
                     time.sleep(_NAP)
                 work.wait()
-            except (RuntimeError, TimeoutError) as error:
-                self._broken = True
-                raise LinkError(peer, error) from error
+                if not work.is_success():
+                    raise RuntimeError("NCCL has failed")
+        except (RuntimeError, TimeoutError) as error:
+            self._lost.setdefault(peer, LinkError(peer, error))
+        if peer in self._lost:
+            raise self._lost[peer]
 
     def close(self) -> None:
-        """Give the communicators back. After a failure they are left to the end of the process: giving them back
-        waits for peers that may be gone."""
-        if not self._broken:
+        """Give the communicators back. After a failure they are broken off: giving them back waits for peers that
+        may be gone."""
+        if self._lost:
+            abort_nccl(self._groups.values())
+        else:
             for group in self._groups.values():
-                dist.destroy_process_group(group)
+                _give_back(group)
         self._groups.clear()

@@ -129,7 +129,7 @@ def known_times(
 
 
 def remember(times: Mapping[Pair, Times], channels: Mapping[P2PChannel, Message], places: Sequence[Place]) -> None:
-    """Keep what was found, for other runs on the same accelerators; where the folder cannot be written, nothing."""
+    """Keep what was found for other runs on the same accelerators, if the folder can be written."""
     if dist.get_rank() or not times:
         return
     table = _read()

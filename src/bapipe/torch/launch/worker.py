@@ -34,7 +34,7 @@ from bapipe.torch.health.failure import (
     write_failure,
     write_finished,
 )
-from bapipe.torch.health.process_exit import print_failure
+from bapipe.torch.health.process_exit import leave, print_failure
 from bapipe.torch.health.rank_status import Progress, progress_file
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.launch.display import Display
@@ -256,6 +256,4 @@ def _finish(record: RunRecord, out: Path | None, display: Display) -> None:
 if __name__ == "__main__":
     status = main()
     # A rank whose peer is gone still has receives posted, and waiting for them at exit could take for ever.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(status)

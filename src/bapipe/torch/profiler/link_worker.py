@@ -163,7 +163,7 @@ def _working(here: _Here) -> Iterator[None]:
             while not stop.is_set():
                 torch.mm(left, right)
             return
-        stream = torch.cuda.Stream(here.device)
+        stream = torch.cuda.Stream(here.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.default_stream(here.device))
         with torch.cuda.stream(stream):
             while not stop.is_set():

@@ -76,7 +76,7 @@ def _require_gpus(transport: str) -> None:
 
     if not torch.cuda.is_available():
         raise BaPipeError(
-            f"links between GPUs (--transport {transport}) need one that torch can use, found none; use --device cpu"
+            f"links by {transport} on GPUs need one that torch can use, found none; use --device cpu"
         )
 
 

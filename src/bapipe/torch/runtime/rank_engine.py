@@ -25,8 +25,9 @@ from bapipe.schedule.actions import Action
 from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import Transport, guarded
 from bapipe.torch.comm.choose_transport import connect
-from bapipe.torch.comm.nccl import nccl_group
+from bapipe.torch.comm.nccl import abort_nccl, nccl_group
 from bapipe.torch.device.allocator import keep_in_pages
+from bapipe.torch.health.process_exit import on_leaving
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.action_clock import clock_for
 from bapipe.torch.runtime.build_stages import (
@@ -104,6 +105,8 @@ class Engine:
             self.runners = self._make_runners()
             self.state = RankState(captured, self.schedule, self.rank, self.runners, users)
             self._phase(f"connecting to {len(self.plan.ranks) - 1} other ranks")
+            if self.device.type == "cuda":
+                on_leaving(abort_nccl)
             connection = connect(
                 options.transport,
                 device=self.device,

@@ -28,11 +28,15 @@ def take_slice(plan: Plan, rank: int, device: str | None) -> None:
     name = plan.ranks[rank]
     types = {item.name: item.type for item in plan.cluster.accelerators}
     share = slice_share(types[name])
-    if share is None or (device is not None and not device.startswith("cuda")) or torch.cuda.is_initialized():
+    if share is None or (device is not None and not device.startswith("cuda")) or _cuda_runs():
         return
     number = int(index) if (index := name.rpartition("/")[2]).isdigit() else rank
     if _ON_SLICE not in os.environ:
         os.environ.update(_environment(number, share, types[name]))
+
+
+def _cuda_runs() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _environment(number: int, share: float, type_: str) -> dict[str, str]:

@@ -109,10 +109,8 @@ def connect(
 def _problems(name: str, possible: Sequence[str], device: torch.device, timeout: float) -> dict[str, str]:
     """Of the transports in question those that do not work, and why. Collective."""
     asked = [item for item in ("nccl", "ipc") if item in possible and name in ("auto", item)]
-    said = {
-        item: nccl_problem(device, timeout=timeout) if item == "nccl" else ipc_problem(device) for item in asked
-    }
-    return {item: problem for item, problem in said.items() if problem is not None}
+    said = [nccl_problem(device, timeout=timeout) if item == "nccl" else ipc_problem(device) for item in asked]
+    return {item: problem for item, problem in zip(asked, said, strict=True) if problem is not None}
 
 
 def _chosen(

@@ -17,7 +17,7 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ _LONG = datetime.timedelta(days=1)
 """torch's own limit, which counts from the posting of a receive and ends the process"""
 _NAP = 5e-5
 """seconds between two looks"""
+_PATIENCE = 10.0
+"""seconds for peers to give a communicator back, too"""
 _CONNECTING = 120.0
 """seconds in which all ranks must have connected to each other"""
 _SETTINGS = {
@@ -43,19 +45,38 @@ _SETTINGS = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 """torch's own watchdog of NCCL ends the process and names neither rank nor action; the runtime has its own"""
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 _made: list[dist.ProcessGroup] = []
 """all groups of this process that are not given back"""
 
 
-def nccl_group(ranks: Iterable[int]) -> dist.ProcessGroup:
-    """A group of those ranks over NCCL. Collective: every rank of the default group makes it."""
+def nccl_group(ranks: Iterable[int], *, host_waits: bool = False) -> dist.ProcessGroup:
+    """A group of those ranks over NCCL. Collective: every rank of the default group makes it.
+
+    A wait for its works lets the current stream wait, unless the host is to: only such a wait raises where NCCL has
+    failed.
+    """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    with guarded(None):
+    with guarded(None), _blocking(host_waits):
         group: dist.ProcessGroup = dist.new_group(list(ranks), backend="nccl", timeout=_LONG)
     if isinstance(group, dist.ProcessGroup):  # this rank is one of them
         _made.append(group)
     return group
+
+
+@contextlib.contextmanager
+def _blocking(host_waits: bool) -> Iterator[None]:
+    """Groups that are made within have it so: torch offers nothing but the environment to say it."""
+    before = os.environ.get(_BLOCKING)
+    os.environ[_BLOCKING] = "1" if host_waits else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING]
+        else:
+            os.environ[_BLOCKING] = before
 
 
 def abort_nccl(groups: Iterable[dist.ProcessGroup] | None = None) -> None:
@@ -86,7 +107,6 @@ def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
     """
     group = nccl_group(range(dist.get_world_size()))
     said: list[str] = []
-    end = threading.Event()
 
     def connect() -> None:
         try:
@@ -96,11 +116,9 @@ def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
                 said.append(f"a sum of ones over {dist.get_world_size()} ranks gave {float(one):g}")
         except RuntimeError as error:
             said.append(_reason(error))
-        end.set()
 
-    threading.Thread(target=connect, name="bapipe nccl probe", daemon=True).start()
     limit = min(timeout, _CONNECTING)
-    if not end.wait(limit):
+    if not _within(limit, connect):
         said.append(f"no connection within {limit:g} s; see NCCL_SOCKET_IFNAME and NCCL_DEBUG=WARN")
     found = next((text for text in gathered("".join(said)) if text), None)
     if found is None:
@@ -108,6 +126,14 @@ def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
     else:
         abort_nccl([group])
     return found
+
+
+def _within(seconds: float, work: Callable[[], object]) -> bool:
+    """Whether it was done within so many seconds; where not, its thread is left behind."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _reason(error: BaseException) -> str:
@@ -135,7 +161,7 @@ class NcclTransport:
         rank = dist.get_rank()
         for channel in channels:
             ends = sorted({channel.from_rank, channel.to_rank})
-            group = nccl_group(ends)
+            group = nccl_group(ends, host_waits=True)
             if rank in ends:
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups[channel] = group
@@ -197,8 +223,6 @@ class NcclTransport:
                         raise TimeoutError(f"timed out after {self._timeout:g} s")
                     time.sleep(_NAP)
                 work.wait()
-                if not work.is_success():
-                    raise RuntimeError("NCCL has failed")
         except (RuntimeError, TimeoutError) as error:
             self._lost.setdefault(peer, LinkError(peer, error))
         if peer in self._lost:
@@ -210,6 +234,5 @@ class NcclTransport:
         if self._lost:
             abort_nccl(self._groups.values())
         else:
-            for group in self._groups.values():
-                _give_back(group)
+            _within(_PATIENCE, lambda: [_give_back(group) for group in self._groups.values()])
         self._groups.clear()

@@ -99,7 +99,7 @@ def links_of(measured: LinkMeasurement) -> dict[tuple[int, int], Link]:
     links = {}
     alone = [item for item in measured.pairs if not item.busy]
     slower = _slowdown(measured)
-    for pair in dict.fromkeys(tuple(sorted((item.first, item.second))) for item in alone):
+    for pair in dict.fromkeys((min(item.first, item.second), max(item.first, item.second)) for item in alone):
         own = [item for item in alone if {item.first, item.second} == set(pair)]
         ways = [
             fit([item for item in own if not item.both and item.first == sender])
@@ -134,8 +134,9 @@ def _slowdown(measured: LinkMeasurement) -> float:
 
 def collective_bandwidth(measured: LinkMeasurement) -> float | None:
     """The rate of a ring that would take as long as the all-reduce did: 2(r−1)/r · bytes / time."""
-    of_all = [item for item in measured.all_reduce if not item.busy and item.second == measured.ranks - 1]
-    if measured.ranks < 2 or not of_all:
+    idle = [item for item in measured.all_reduce if not item.busy]
+    if measured.ranks < 2 or not idle:
         return None
-    _, rate = fit(of_all)
+    most = max(item.second for item in idle)
+    _, rate = fit([item for item in idle if item.second == most])
     return 2 * (measured.ranks - 1) / measured.ranks * rate

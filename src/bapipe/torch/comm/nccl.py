@@ -1,9 +1,8 @@
 """CUDA tensors over NCCL, for ranks that each have a GPU, or a slice of one, to themselves.
 
 NCCL matches the sends and receives of two ranks by their order alone and runs them one after another, so each
-channel has a communicator of its own: receives are posted ahead on every channel, and nothing would order them
-between channels. They are made in the constructor, in the same order on every rank, because making one waits for
-both ranks.
+channel has a communicator of its own: nothing would order messages between channels. They are made in the
+constructor, in the same order on every rank, because making one waits for both ranks.
 
 NCCL refuses two ranks on one GPU, which it tells apart by host and bus id. Ranks on slices of one GPU have another
 NCCL_HOSTID each, so that every slice is a host of its own, and talk through sockets. Separate GPUs must not have
@@ -12,12 +11,14 @@ one: it would turn NVLink and shared memory off.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,17 @@ from torch import Tensor
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.comm.channel import LinkError, Message, P2PChannel, guarded
-from bapipe.torch.comm.packing import message_of
+from bapipe.torch.comm.copy_stream import CopyStream
+from bapipe.torch.comm.gloo_channel import Posts
 from bapipe.torch.comm.rank_topology import gathered
+from bapipe.torch.comm.worker_thread import WorkerThread, close_lanes, result_of
 
 __all__ = ["NcclTransport", "abort_nccl", "nccl_group", "nccl_problem"]
 
+T = TypeVar("T")
+
 _LONG = datetime.timedelta(days=1)
 """torch's own limit, which counts from the posting of a receive and ends the process"""
-_NAP = 5e-5
-"""seconds between two looks"""
 _PATIENCE = 10.0
 """seconds for peers to give a communicator back, too"""
 _CONNECTING = 120.0
@@ -45,38 +48,22 @@ _SETTINGS = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 """torch's own watchdog of NCCL ends the process and names neither rank nor action; the runtime has its own"""
-_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 _made: list[dist.ProcessGroup] = []
 """all groups of this process that are not given back"""
 
 
-def nccl_group(ranks: Iterable[int], *, host_waits: bool = False) -> dist.ProcessGroup:
+def nccl_group(ranks: Iterable[int], device: torch.device | None) -> dist.ProcessGroup:
     """A group of those ranks over NCCL. Collective: every rank of the default group makes it.
 
-    A wait for its works lets the current stream wait, unless the host is to: only such a wait raises where NCCL has
-    failed.
+    They connect here, with this rank's device, or, where none is given, with their first message.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    with guarded(None), _blocking(host_waits):
-        group: dist.ProcessGroup = dist.new_group(list(ranks), backend="nccl", timeout=_LONG)
+    with guarded(None):
+        group: dist.ProcessGroup = dist.new_group(list(ranks), backend="nccl", timeout=_LONG, device_id=device)
     if isinstance(group, dist.ProcessGroup):  # this rank is one of them
         _made.append(group)
     return group
-
-
-@contextlib.contextmanager
-def _blocking(host_waits: bool) -> Iterator[None]:
-    """Groups that are made within have it so: torch offers nothing but the environment to say it."""
-    before = os.environ.get(_BLOCKING)
-    os.environ[_BLOCKING] = "1" if host_waits else "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_BLOCKING]
-        else:
-            os.environ[_BLOCKING] = before
 
 
 def abort_nccl(groups: Iterable[dist.ProcessGroup] | None = None) -> None:
@@ -95,9 +82,10 @@ def _forget(group: dist.ProcessGroup) -> None:
     _made[:] = [item for item in _made if item is not group]
 
 
-def _give_back(group: dist.ProcessGroup) -> None:
-    _forget(group)
-    dist.destroy_process_group(group)
+def _give_back(groups: Iterable[dist.ProcessGroup]) -> None:
+    for group in groups:
+        _forget(group)
+        dist.destroy_process_group(group)
 
 
 def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
@@ -105,7 +93,7 @@ def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
 
     A connection that hangs is waited for in a thread, which is left behind.
     """
-    group = nccl_group(range(dist.get_world_size()))
+    group = nccl_group(range(dist.get_world_size()), None)
     said: list[str] = []
 
     def connect() -> None:
@@ -122,7 +110,7 @@ def nccl_problem(device: torch.device, *, timeout: float) -> str | None:
         said.append(f"no connection within {limit:g} s; see NCCL_SOCKET_IFNAME and NCCL_DEBUG=WARN")
     found = next((text for text in gathered("".join(said)) if text), None)
     if found is None:
-        _give_back(group)
+        _give_back([group])
     else:
         abort_nccl([group])
     return found
@@ -142,97 +130,130 @@ def _reason(error: BaseException) -> str:
     return (lines[-1] if lines else type(error).__name__)[:160]
 
 
-class NcclTransport:
-    """`isend` and `irecv` of bytes on a NCCL group per channel.
+class _NcclEnd:
+    """This rank's end of a channel: its communicator, a stream and a thread."""
 
-    A wait looks until NCCL is done, on the host, so that it can end after `timeout` seconds: NCCL does not notice
-    every peer that dies.
+    def __init__(self, channel: P2PChannel, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._channel = channel
+        self._group = group
+        self._device = device
+        self.copies = CopyStream(device)
+        self.lane = WorkerThread(f"bapipe {channel.from_rank} to {channel.to_rank}, tag {channel.tag}")
+        self._connect()
+
+    def _connect(self) -> None:
+        """NCCL makes the communicator with the first message."""
+        sends = dist.get_rank() == self._channel.from_rank
+        self.exchange([torch.zeros(1, dtype=torch.uint8, device=self._device)], sends=sends).synchronize()
+
+    def exchange(
+        self, values: Sequence[Tensor], *, sends: bool, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event:
+        """Queue the transfer of tensors to or from the other end; the event says when it is done."""
+        peer = self._channel.to_rank if sends else self._channel.from_rank
+        post = dist.isend if sends else dist.irecv
+        with torch.cuda.stream(self.copies.stream), guarded(peer):
+            if after is not None:
+                self.copies.stream.wait_event(after)
+            for value in values:
+                if value.numel():
+                    work = post(value.view(-1).view(torch.uint8), peer, group=self._group)
+                    assert work is not None, "this rank is not in the group"
+                    work.wait()
+            # `blocking` lets a thread that waits sleep instead of spin.
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(self.copies.stream)
+        return done
+
+
+class NcclTransport:
+    """Messages over a NCCL communicator per channel, each announced over gloo.
+
+    A kernel of NCCL occupies the GPU from its launch until its peer has come, and CUDA may wait for it before it
+    loads another kernel: a receive posted ahead could wait for a message that this rank has still to cause. So the sender announces a message when it is made, by gloo, whose sends end when the receive is posted; then
+    both ends launch, each from a thread, and the kernels last as long as the transfer.
     """
 
     name = "nccl"
 
     def __init__(self, channels: Iterable[P2PChannel], device: torch.device, *, timeout: float) -> None:
-        """Collective: every rank of the default group gives all channels of the run, in the same order."""
-        self._device = device
+        """Collective: every rank of the default group gives all channels of the run, in the same order. A wait
+        ends after `timeout` seconds."""
         self._timeout = timeout
-        self._lost: dict[int, LinkError] = {}
-        """peers that did not answer: nothing that comes from them counts any more"""
-        self._groups: dict[P2PChannel, dist.ProcessGroup] = {}
+        self._posts = Posts(timeout)
+        self._groups: list[dist.ProcessGroup] = []
+        self._ends: dict[P2PChannel, _NcclEnd] = {}
+        self._failed = False
         rank = dist.get_rank()
         for channel in channels:
             ends = sorted({channel.from_rank, channel.to_rank})
-            group = nccl_group(ends, host_waits=True)
+            group = nccl_group(ends, device)
             if rank in ends:
-                assert isinstance(group, dist.ProcessGroup)
-                self._groups[channel] = group
-                self._connect(channel)
+                self._groups.append(group)
+                self._ends[channel] = _NcclEnd(channel, group, device)
+        # Threads inside gloo when the process ends would abort it.
+        atexit.register(self.close)
 
-    def _connect(self, channel: P2PChannel) -> None:
-        """NCCL makes the communicator with the first message."""
-        nothing = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        if dist.get_rank() == channel.from_rank:
-            self.send(channel, [nothing])()
-        else:
-            self.receive(channel, message_of([nothing]))()
+    def _end(self, channel: P2PChannel) -> _NcclEnd:
+        if channel not in self._ends:
+            raise BaPipeError(
+                f"{channel} is not among the channels that the transport was made with; name all of them"
+            )
+        return self._ends[channel]
 
     def receive(self, channel: P2PChannel, message: Message) -> Callable[[], tuple[Tensor, ...]]:
-        buffers = tuple(about.empty(self._device) for about in message)
-        works = self._post(dist.irecv, channel, channel.from_rank, buffers)
+        end, peer = self._end(channel), channel.from_rank
+        note = torch.empty(1, dtype=torch.uint8)
+        noted = self._posts.receive(note, peer, channel.tag)
+
+        def land(landed: Future[tuple[tuple[Tensor, ...], torch.cuda.Event]]) -> None:
+            self._posts.wait(noted, peer)
+            values = end.copies.fresh(message)
+            done = end.exchange(values, sends=False)
+            done.synchronize()
+            landed.set_result((values, done))
+
+        landed = end.lane.submit(land)
 
         def wait() -> tuple[Tensor, ...]:
-            self._wait(works, channel.from_rank)
-            return buffers
+            values, done = self._result(landed, peer)
+            end.copies.adopt(values, done)
+            return values
 
         return wait
 
     def send(self, channel: P2PChannel, values: Sequence[Tensor]) -> Callable[[], None]:
+        end, peer = self._end(channel), channel.to_rank
         kept = [value.detach().contiguous() for value in values]
-        works = self._post(dist.isend, channel, channel.to_rank, kept)
+        made = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        made.record()
 
-        def wait() -> None:
-            self._wait(works, channel.to_rank)
+        def deliver(delivered: Future[None]) -> None:
+            made.synchronize()
+            self._posts.wait(self._posts.send(torch.zeros(1, dtype=torch.uint8), peer, channel.tag), peer)
+            end.exchange(kept, sends=True, after=made).synchronize()
             kept.clear()
+            delivered.set_result(None)
 
-        return wait
+        delivered = end.lane.submit(deliver)
+        return lambda: self._result(delivered, peer)
 
-    def _post(
-        self, post: Callable[..., dist.Work | None], channel: P2PChannel, peer: int, values: Sequence[Tensor]
-    ) -> list[dist.Work]:
-        if channel not in self._groups:
-            raise BaPipeError(
-                f"{channel} is not among the channels that the transport was made with; name all of them"
-            )
-        works: list[dist.Work] = []
-        if peer in self._lost:
-            return works
-        with guarded(peer):
-            for value in values:
-                if value.numel():
-                    work = post(value.view(-1).view(torch.uint8), peer, group=self._groups[channel])
-                    assert work is not None, "this rank is not in the group"
-                    works.append(work)
-        return works
-
-    def _wait(self, works: Sequence[dist.Work], peer: int) -> None:
-        """Until NCCL is done; then the current stream may use what came."""
-        end = time.monotonic() + self._timeout
+    def _result(self, future: Future[T], peer: int) -> T:
         try:
-            for work in works:
-                while not work.is_completed():
-                    if time.monotonic() > end:
-                        raise TimeoutError(f"timed out after {self._timeout:g} s")
-                    time.sleep(_NAP)
-                work.wait()
-        except (RuntimeError, TimeoutError) as error:
-            self._lost.setdefault(peer, LinkError(peer, error))
-        if peer in self._lost:
-            raise self._lost[peer]
+            return result_of(future, peer, self._timeout)
+        except LinkError:
+            self._failed = True
+            raise
 
     def close(self) -> None:
-        """Give the communicators back. After a failure they are broken off: giving them back waits for peers that
-        may be gone."""
-        if self._lost:
-            abort_nccl(self._groups.values())
-        else:
-            _within(_PATIENCE, lambda: [_give_back(group) for group in self._groups.values()])
+        """End the threads and give the communicators back. After a failure these are broken off: giving them back
+        waits for peers that may be gone."""
+        atexit.unregister(self.close)
+        if self._failed:
+            abort_nccl(self._groups)
+        close_lanes([end.lane for end in self._ends.values()], self._posts.break_off)
+        if not self._failed:
+            groups = list(self._groups)
+            _within(_PATIENCE, lambda: _give_back(groups))
         self._groups.clear()
+        self._ends.clear()

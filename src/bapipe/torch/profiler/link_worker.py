@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     together = [_both_ways(onward, size, here, busy=busy) for size in large for busy in (False, True)]
     reduces = []
     for size in _group_sizes(world):
-        group = _sum_group(size, connection.sums)
+        group = _sum_group(size, connection.sums, device)
         reduces += [_all_reduce(group, size, nbytes, here, busy=False) for nbytes in sizes]
         reduces += [_all_reduce(group, size, nbytes, here, busy=True) for nbytes in large]
     samples = _from_first(samples)
@@ -268,9 +268,9 @@ def _device(kind: str) -> torch.device:
     return device
 
 
-def _sum_group(size: int, backend: str) -> dist.ProcessGroup:
+def _sum_group(size: int, backend: str, device: torch.device) -> dist.ProcessGroup:
     if backend == "nccl":
-        return nccl_group(range(size))
+        return nccl_group(range(size), device)
     group: dist.ProcessGroup = dist.new_group(list(range(size)), backend="gloo")
     return group
 

@@ -167,7 +167,7 @@ class Engine:
     ) -> tuple[dict[int, Reducer], TiedWeights]:
         def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
             if backend == "nccl":
-                return nccl_group(ranks)
+                return nccl_group(ranks, self.device)
             group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
             return group
 

@@ -131,7 +131,7 @@ def _chosen(
     if unknown:
         asked = {channel: message for channel, message in channels.items() if pair_of(channel) in unknown}
         tried = [_made(item, asked, device, timeout) for item in names]
-        found = try_pairs(tried, asked, unknown)
+        found = try_pairs(tried, asked, unknown, device)
         remember(found, channels, places)
         times.update(found)
         if len(unknown) == len(pairs):

@@ -170,8 +170,9 @@ class NcclTransport:
     """Messages over a NCCL communicator per channel, each announced over gloo.
 
     A kernel of NCCL occupies the GPU from its launch until its peer has come, and CUDA may wait for it before it
-    loads another kernel: a receive posted ahead could wait for a message that this rank has still to cause. So the sender announces a message when it is made, by gloo, whose sends end when the receive is posted; then
-    both ends launch, each from a thread, and the kernels last as long as the transfer.
+    loads another kernel: a receive posted ahead could wait for a message that this rank has still to cause. So the
+    sender announces a message when it is made, by gloo, whose sends end when the receive is posted; then both ends
+    launch, each from a thread, and the kernels last as long as the transfer.
     """
 
     name = "nccl"

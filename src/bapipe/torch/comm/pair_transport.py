@@ -59,7 +59,10 @@ def _largest(channels: Mapping[P2PChannel, Message], pair: Pair) -> P2PChannel:
 
 
 def try_pairs(
-    transports: Sequence[Transport], channels: Mapping[P2PChannel, Message], pairs: Iterable[Pair]
+    transports: Sequence[Transport],
+    channels: Mapping[P2PChannel, Message],
+    pairs: Iterable[Pair],
+    device: torch.device,
 ) -> dict[Pair, Times]:
     """Seconds that the largest message of each pair takes by each transport. Collective; the same on every rank.
 
@@ -69,15 +72,14 @@ def try_pairs(
     for pair in pairs:
         if dist.get_rank() in pair:
             channel = _largest(channels, pair)
-            times = {item.name: _seconds(item, channel, channels[channel]) for item in transports}
+            times = {item.name: _seconds(item, channel, channels[channel], device) for item in transports}
             if dist.get_rank() == channel.from_rank:
                 own[pair] = times
     return {pair: times for found in gathered(own) for pair, times in found.items()}
 
 
-def _seconds(transport: Transport, channel: P2PChannel, message: Message) -> float:
+def _seconds(transport: Transport, channel: P2PChannel, message: Message, device: torch.device) -> float:
     """The median of a few messages, each from its sending to the receiver's answer; after one to warm up."""
-    device = torch.device("cuda", torch.cuda.current_device()) if transport.name != "gloo" else torch.device("cpu")
     answer, samples = torch.zeros(1, dtype=torch.uint8), []
     for _ in range(_ROUNDS + 1):
         if dist.get_rank() == channel.from_rank:

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch", reason="running a plan needs torch: pip install bapipe[torch]")
 
-from bapipe.errors import BaPipeError  # noqa: E402
-from bapipe.records.plan import Plan, read_plan  # noqa: E402
-from bapipe.torch import slices  # noqa: E402
-from bapipe.torch.runtime.rank_slice import take_slice  # noqa: E402
-from paths import REPOSITORY  # noqa: E402
+from bapipe.errors import BaPipeError
+from bapipe.records.plan import Plan, read_plan
+from bapipe.torch import slices
+from bapipe.torch.runtime.rank_slice import take_slice
+from paths import REPOSITORY
 
 NAMES = ("NCCL_HOSTID", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_VISIBLE_DEVICES")
 
@@ -60,12 +60,8 @@ def test_a_rank_that_was_started_on_a_slice_stays_there() -> None:
 
 
 def test_slices_other_than_planned_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        BaPipeError, match=r"the plan has h200-50pct where slice 1 has 25 %; cut the GPU as planned"
-    ):
+    with pytest.raises(BaPipeError, match=r"the plan has h200-50pct where slice 1 has 25 %"):
         take_slice(plan_on("h200-50pct"), 1, None)
     monkeypatch.setattr(slices, "status", lambda _: None)
-    with pytest.raises(
-        BaPipeError, match=r"there is no slice 1 here; start them with bapipe slices start --count 4"
-    ):
+    with pytest.raises(BaPipeError, match=r"no slice 1 here; start them with bapipe slices start --count 4"):
         take_slice(plan_on("h200-25pct"), 1, None)

@@ -117,9 +117,9 @@ class Engine:
             )
             self.transport: Transport = connection.transport
             self.reducers, self.tied = self._make_sums(make_sums, users, connection.sums)
-            if self.rank == 0:
-                _logger.info("%s", connection.reason)
-            _logger.info("rank %d is ready", self.rank)
+            on_gpu = self.device.type == "cuda"
+            # On GPUs there was a choice, which is worth a line that stays.
+            _logger.info("rank %d is ready: %s", self.rank, connection.reason, extra={"lasting": on_gpu})
         note = self.watch.progress.note_action
         self.executor = Executor(
             self.rank,

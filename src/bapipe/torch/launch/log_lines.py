@@ -12,8 +12,8 @@ _LIBRARY = logging.getLogger("bapipe")
 
 
 class _Lines(logging.Handler):
-    """Warnings and worse on standard error; what goes on, if somebody shows it, to `progress`, or on standard error
-    too where it is marked as lasting."""
+    """Warnings and what is marked as lasting on standard error; what goes on, if somebody shows it, to
+    `progress`."""
 
     def __init__(self, progress: Callable[[str], None] | None) -> None:
         super().__init__(logging.WARNING if progress is None else logging.INFO)

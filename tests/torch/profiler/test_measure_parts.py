@@ -16,7 +16,7 @@ from torch import nn
 from bapipe.cli.profile import profile_command
 from bapipe.costs.profile import read_profile
 from bapipe.models.layers import ModelRef, Split
-from bapipe.torch.profiler import Measurement, MeasureSettings, Profiled, measure_loop, profile_module
+from bapipe.torch.profiler import Measurement, MeasureSettings, Profiled, measure_units, profile_module
 from bapipe.torch.profiler.assemble_profile import to_profile
 from bapipe.torch.profiler.layer_memory import saved_storages
 from bapipe.torch.profiler.layer_runner import RunnableLayer
@@ -118,14 +118,14 @@ def test_bytes_that_both_parts_keep_beyond_the_layer(tmp_path: Path) -> None:
 
 
 def test_a_size_whose_parts_do_not_fit_keeps_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = measure_loop.time_parts
+    real = measure_units.time_parts
 
     def short(*args: Any, size: int, **rest: Any) -> PartTiming:
         if size > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
         return real(*args, size=size, **rest)
 
-    monkeypatch.setattr(measure_loop, "time_parts", short)
+    monkeypatch.setattr(measure_units, "time_parts", short)
     shares: list[float] = []
     torch.manual_seed(0)
     module, args, kwargs = build_split_model("pictures")

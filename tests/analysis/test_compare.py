@@ -60,7 +60,7 @@ def _plan(
             weight_bytes=0.0,
             memory_bytes=10.0,
             memory_capacity=1.0,
-            peak_features=1.0,
+            in_flight=1.0,
         )
         for index, ranks in enumerate(accelerators)
     )
@@ -115,7 +115,7 @@ def test_a_run_as_predicted_has_no_error() -> None:
         assert stage.busy == Pair(predicted=13.0, measured=13.0)
         assert stage.exposed == Pair(predicted=0.0, measured=0.0)
         assert stage.bubble.measured == pytest.approx(3 / 16)
-        assert stage.live.predicted == stage.live.measured == 2 - stage.stage
+        assert stage.in_flight.predicted == stage.in_flight.measured == 2 - stage.stage
         assert stage.busy.error == 0
         assert (stage.recompute, stage.input_gradient, stage.weight_gradient, stage.all_reduce) == (None,) * 4
 
@@ -196,7 +196,7 @@ def test_replicas_have_a_row_each_and_their_all_reduce() -> None:
             Pair(predicted=3.0, measured=3.0),
             None,
         ]
-        assert [row.live.measured for row in comparison.stages] == [2.0, 2.0, 1.0]
+        assert [row.in_flight.measured for row in comparison.stages] == [2.0, 2.0, 1.0]
         assert [row.busy.measured for row in comparison.stages] == [7.0, 7.0, 13.0]
     unrecorded = tuple(event for event in record.events if event.action != "0A")
     comparison = compare(plan, replace(record, events=unrecorded))
@@ -214,8 +214,8 @@ def test_a_rank_with_several_stages_has_a_row_for_each() -> None:
         assert row.forward == Pair(predicted=1.0, measured=1.0)
         assert row.busy == Pair(predicted=26.0, measured=26.0)
         assert row.update == Pair(predicted=2.0, measured=2.0)
-    assert [row.live.measured for row in comparison.stages] == [
-        float(count) for count in plan_timeline(plan).peak_live()
+    assert [row.in_flight.measured for row in comparison.stages] == [
+        float(count) for count in plan_timeline(plan).peak_in_flight()
     ]
 
 

@@ -36,7 +36,9 @@ def test_json_has_what_other_programs_need() -> None:
     assert plan["gap"] == pytest.approx(plan["time"] / plan["lower_bound"] - 1)
     assert plan["throughput"] == pytest.approx(256 / plan["time"])
     assert plan["epoch_time"] == pytest.approx(10000 / plan["throughput"])
-    assert all({"name", "time", "memory_bytes", "reason"} <= set(rival) for rival in plan["rivals"])
+    assert all(
+        {"name", "time", "memory_bytes", "reason"} <= set(alternative) for alternative in plan["alternatives"]
+    )
     assert any("analytic" in note for note in plan["notes"])
 
 
@@ -167,7 +169,7 @@ VALID: dict[str, object] = {
             "backward": [[1.0, 1.0], [2.0, 2.0]],
             "boundary_forward": [[8.0, 0.0], [16.0, 0.0]],
             "boundary_backward": [[8.0, 0.0], [16.0, 0.0]],
-            "stash": [[1.0, 1.0], [2.0, 2.0]],
+            "saved_activations": [[1.0, 1.0], [2.0, 2.0]],
             "update": [0.0, 0.0],
         }
     },

@@ -42,7 +42,7 @@ def test_unequal_stages_and_links() -> None:
     assert timeline.busy() == [12, 16]
     assert timeline.bubble == pytest.approx(1 - 28 / 50)
     assert timeline.spans() == [25, 16]
-    assert timeline.peak_live() == [2, 1]
+    assert timeline.peak_in_flight() == [2, 1]
     # Rank 0 waits 11–13 and 19–21 for errors under way, rank 1 waits 2–3 for the first activation.
     assert timeline.exposed_communication() == [4, 1]
     assert sorted(timeline.transfers.arrival) == [3, 5, 13, 21]
@@ -68,7 +68,7 @@ class TestReplicas:
         assert timeline.time == 13
         assert timeline.busy() == [5, 3, 8]  # all-reduce is communication
         assert timeline.bubble == pytest.approx(1 - 16 / 39)
-        assert timeline.peak_live() == [3, 1]
+        assert timeline.peak_in_flight() == [3, 1]
 
     def test_data_parallel(self) -> None:
         timeline = simulate(data_parallel(4, 2), Costs.of(1, forward=1, backward=2, all_reduce=5, update=1))
@@ -114,7 +114,7 @@ class TestRecompute:
         assert simulate(schedule, costs).peak_bytes_by_rank([10.0]) == [20]
         recomputed = simulate(with_recompute(schedule), costs)
         assert recomputed.peak_bytes_by_rank([10.0], [1.0]) == [11]
-        assert recomputed.peak_live() == [2]
+        assert recomputed.peak_in_flight() == [2]
 
     def test_memory_of_some_stages(self) -> None:
         schedule = with_recompute(make_schedule("1f1b-sno", 2, 4), [0])
@@ -123,7 +123,7 @@ class TestRecompute:
 
 
 class TestMemory:
-    def test_bytes_are_the_cap_times_the_stash(self) -> None:
+    def test_bytes_are_the_cap_times_the_saved_activations(self) -> None:
         timeline = simulate(make_schedule("1f1b-so", 3, 8), Costs.of(3, forward=1, backward=2))
         assert timeline.peak_bytes_by_rank([100.0, 10.0, 1.0]) == [600, 40, 2]
 
@@ -132,11 +132,11 @@ class TestMemory:
         timeline = simulate(interleaved(2, 4, virtual=2), costs)
         # Rank 0 runs 0F0 0F1 2F0 2F1 0F2 2B0 0F3: then 4 of stage 0 and 1 of stage 2 live at once.
         assert timeline.peak_bytes_by_rank([10.0, 0.0, 1.0, 0.0])[0] == 41
-        assert timeline.peak_features() == [2.5, 1.5]
+        assert timeline.peak_activations() == [2.5, 1.5]
 
     def test_features_of_a_split_backward_live_until_w(self) -> None:
         timeline = simulate(make_schedule("zb-h1", 3, 6), Costs.of(3, forward=1, backward=2))
-        assert timeline.peak_live() == [3, 3, 3]
+        assert timeline.peak_in_flight() == [3, 3, 3]
 
 
 class TestFbp:

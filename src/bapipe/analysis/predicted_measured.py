@@ -89,7 +89,7 @@ class StageComparison:
     """seconds in which the rank waits for an input that is on its way; None: the run recorded no transfers"""
     bubble: Pair
     """share of the global batch in which the rank does not compute"""
-    live: Pair
+    in_flight: Pair
     """most in-flight micro-batches of the stage on the rank"""
     memory: MemoryPair
     """of the rank: all its stages together"""
@@ -254,8 +254,9 @@ class _Figures:
             if self._record.transfers is None
             else Pair(predicted=self._exposed[0][rank], measured=self._exposed[1][rank]),
             bubble=Pair(predicted=self._idle(0, rank), measured=self._idle(1, rank)),
-            live=Pair(
-                predicted=_peak_live(self._both[0], stage, rank), measured=_peak_live(self._both[1], stage, rank)
+            in_flight=Pair(
+                predicted=_peak_in_flight(self._both[0], stage, rank),
+                measured=_peak_in_flight(self._both[1], stage, rank),
             ),
             memory=MemoryPair(
                 predicted=self._plan.stages[stage].memory_bytes,
@@ -296,7 +297,7 @@ def _updates(timeline: Timeline, rank: int) -> float | None:
     return float(timeline.work[own].sum()) if own.any() else None
 
 
-def _peak_live(timeline: Timeline, stage: int, rank: int) -> float:
+def _peak_in_flight(timeline: Timeline, stage: int, rank: int) -> float:
     """Most micro-batches of one stage on one rank between the start of F and the end of B or W."""
     own = (timeline.stages == stage) & (timeline.ranks == rank)
     release = Kind.W if _has(timeline, Kind.W) else Kind.B

@@ -56,16 +56,18 @@ def _samples(rate: float) -> str:
 
 def why_not_the_others(plan: Plan) -> str:
     """The fastest alternative and why it lost, and how many do not fit."""
-    timed = [alternative for alternative in plan.rivals if alternative.time is not None]
-    misfits = len(plan.rivals) - len(timed)
-    if not plan.rivals:
+    timed = [alternative for alternative in plan.alternatives if alternative.time is not None]
+    misfits = len(plan.alternatives) - len(timed)
+    if not plan.alternatives:
         return "No alternative was considered."
     none = f"{'it does' if misfits == 1 else 'they do'} not fit"
     if not timed:
-        return f"Of {counted(len(plan.rivals), 'alternative')} none is possible: {none}."
+        return f"Of {counted(len(plan.alternatives), 'alternative')} none is possible: {none}."
     nearest = min(timed, key=lambda alternative: alternative.time or 0.0)
     tail = "" if not misfits else f" {counted(misfits, 'alternative')} would not fit."
-    return f"The fastest of {counted(len(plan.rivals), 'alternative')}, {nearest.name}: {nearest.reason}.{tail}"
+    return (
+        f"The fastest of {counted(len(plan.alternatives), 'alternative')}, {nearest.name}: {nearest.reason}.{tail}"
+    )
 
 
 def prediction_error(pair: Pair) -> str:

@@ -41,7 +41,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         for row in stages:
             cells = [str(row.stage), *(() if one_each else (str(row.rank),))]
             cells += [_seconds(figure(row)) for _, figure in part]
-            table.add_row(*cells, *((_counts(row.live),) if first == 0 else ()))
+            table.add_row(*cells, *((_counts(row.in_flight),) if first == 0 else ()))
         tables.append(table)
     return [*tables, _rank_table(comparison, one_each)]
 

@@ -108,7 +108,7 @@ def _time_parts(
             stopping=state.settings.stopping(round_),
             warmup=0 if long else warmup_of(chain),
             whole=(layer, layer) not in measured.units,
-            weigh=all(item.stash is None for item in before if item.round != round_),
+            weigh=all(item.saved_activations is None for item in before if item.round != round_),
         )
     except Exception as error:
         if not is_out_of_memory(error):

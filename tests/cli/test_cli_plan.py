@@ -149,7 +149,7 @@ def broken_profiles() -> dict[str, tuple[str, str]]:
         "another-file": (text(schema="bapipe.plan/1"), "give the right file"),
         "missing-cost": (text(accelerators__x__forward=None), "'forward' is missing"),
         "short-row": (text(accelerators__x__forward=[[0.5]] * 2), "1 values for 2 layers"),
-        "negative-bytes": (text(accelerators__x__stash=[[-1.0, 1.0]] * 2), "-1 for layer"),
+        "negative-bytes": (text(accelerators__x__saved_activations=[[-1.0, 1.0]] * 2), "-1 for layer"),
         "misspelt": (text().replace('"backward"', '"bakward"'), "did you mean 'backward'"),
         "no-layers": (text(layers=[]), "has no layers"),
     }

@@ -60,7 +60,10 @@ def test_without_an_error_nothing_is_weighed() -> None:
     prediction = make_plan(found).prediction
     assert prediction.low is None
     assert prediction.high is None
-    assert len(race_candidates(found)) == 1
+    chosen, *others = race_candidates(found, limit=3)
+    assert race_candidates(found, limit=1) == (chosen,) == (make_plan(found),)
+    fastest = [own.time for own in found.considered if own is not found.best and own.short is None]
+    assert [plan.prediction.time for plan in others] == fastest[:2]
 
 
 def test_factors_have_the_spread_that_was_asked_for_and_come_in_mirrored_pairs() -> None:

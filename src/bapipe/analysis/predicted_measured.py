@@ -106,14 +106,25 @@ class Comparison:
     """what the transfers say of the links, where any was waited for"""
     bubble: Pair
     """of all ranks together"""
+    step: Pair
+    """seconds of a step: the plan's prediction, and the median over the steps after the first"""
     time: Pair
-    """seconds from the first action of the global batch to the end of its last"""
-    step_seconds: float
-    """median over the steps after the first: it has the synchronisation of the ranks on top of `time`"""
-    outside_seconds: float
-    """of the recorded step, its seconds before the first action and after the last"""
+    """of it, seconds from the first action of the global batch to the end of its last"""
+    overhead: Pair
+    """of it, seconds beside its actions: those that the plan counts, and those before the first and after the last
+    action of the recorded step"""
     predicted: Timeline
     measured: Timeline
+
+    @property
+    def step_seconds(self) -> float:
+        """The measured step."""
+        return self.step.measured
+
+    @property
+    def outside_seconds(self) -> float:
+        """The measured overhead."""
+        return self.overhead.measured
 
 
 def compare(plan: Plan, record: RunRecord) -> Comparison:
@@ -132,7 +143,7 @@ def compare(plan: Plan, record: RunRecord) -> Comparison:
     if not schedule.flushes:
         # A step of an endless pipeline lasts from the end of the one before to its own: M steady periods.
         measured = replace(measured, period=step.seconds / plan.microbatches)
-    outside = step.seconds - measured.time
+    overhead = Pair(predicted=plan.prediction.time - predicted.time, measured=step.seconds - measured.time)
     for kind in (Kind.A, Kind.U):
         if not (_has(predicted, kind) and _has(measured, kind)):
             predicted, measured = _without(predicted, kind), _without(measured, kind)
@@ -143,9 +154,9 @@ def compare(plan: Plan, record: RunRecord) -> Comparison:
         stages=tuple(figures.of(stage, rank) for stage, ranks in enumerate(schedule.placement) for rank in ranks),
         links=estimate_links(plan, measured),
         bubble=Pair(predicted=predicted.bubble, measured=measured.bubble),
+        step=Pair(predicted=predicted.time + overhead.predicted, measured=float(np.median(seconds))),
         time=Pair(predicted=predicted.time, measured=measured.time),
-        step_seconds=float(np.median(seconds)),
-        outside_seconds=outside,
+        overhead=overhead,
         predicted=predicted,
         measured=measured,
     )
@@ -311,11 +322,12 @@ def _peak_in_flight(timeline: Timeline, stage: int, rank: int) -> float:
 
 def comparison_values(comparison: Comparison) -> dict[str, Any]:
     """The figures as plain values, each pair with its error; the timelines are left out."""
-    return {
+    figures = {
         field.name: _with_errors(getattr(comparison, field.name))
         for field in fields(Comparison)
         if field.name not in ("predicted", "measured")
     }
+    return figures | {"step_seconds": comparison.step_seconds, "outside_seconds": comparison.outside_seconds}
 
 
 def _with_errors(value: Any) -> Any:

@@ -26,7 +26,7 @@ def head_section(plan: Plan, found: Comparison | None) -> str:
     ]
     if found is not None:
         # The whole step, synchronisation of the ranks included: what a training run gets.
-        rate = Pair(predicted=prediction.throughput, measured=plan.minibatch / found.step_seconds)
+        rate = Pair(predicted=prediction.throughput, measured=plan.minibatch / found.step.measured)
         off = "" if rate.error is None else f" ({rate.error:+.0%})"
         sentence = (
             f"{format_throughput(rate.measured)} samples/s measured, {format_throughput(rate.predicted)} predicted"
@@ -35,8 +35,8 @@ def head_section(plan: Plan, found: Comparison | None) -> str:
         tiles[:2] = [
             ("measured throughput", "measured_throughput", _samples(rate.measured)),
             ("predicted throughput", "throughput", _samples(rate.predicted) + prediction_error(rate)),
-            ("measured time per global batch", "measured", seconds(found.time.measured)),
-            ("predicted time", "time", time_range(prediction) + prediction_error(found.time)),
+            ("measured time per global batch", "measured", seconds(found.step.measured)),
+            ("predicted time", "time", time_range(prediction) + prediction_error(found.step)),
         ]
     shown = "".join(f'<div><dt>{name}</dt><dd id="figure-{key}">{value}</dd></div>' for name, key, value in tiles)
     source = (

@@ -309,9 +309,10 @@ def _comparison(subject: Subject) -> str:
         rows.append([*where, *times, bubble, in_flight, _memory_pair(row.memory)])
     worst = max(stages, key=lambda row: abs(row.busy.error or 0.0))
     words = (
-        f"<p>One global batch was predicted to take {seconds(found.time.predicted)} and took "
-        f"{seconds(found.time.measured)}{prediction_error(found.time)}, from its first action to the end of "
-        f"its last; a step with the ranks' synchronisation took {seconds(found.step_seconds)} in the median. "
+        f"<p>A step was predicted to take {seconds(found.step.predicted)} and took "
+        f"{seconds(found.step.measured)}{prediction_error(found.step)} in the median. Its actions, from the first "
+        f"to the end of the last, take {_both(found.time)}; {seconds(found.overhead.measured)} lay beside them, where the plan counts "
+        f"{seconds(found.overhead.predicted)}. "
         f"The busy time of rank {worst.rank} is furthest off. Errors are predicted over measured, less one.</p>"
     )
     whole = [row.memory.measured for row in stages if row.memory.source == "resident"]

@@ -311,8 +311,8 @@ def _comparison(subject: Subject) -> str:
     words = (
         f"<p>A step was predicted to take {seconds(found.step.predicted)} and took "
         f"{seconds(found.step.measured)}{prediction_error(found.step)} in the median. Its actions, from the first "
-        f"to the end of the last, take {_both(found.time)}; {seconds(found.overhead.measured)} lay beside them, where the plan counts "
-        f"{seconds(found.overhead.predicted)}. "
+        f"to the end of the last, take {_both(found.time)}; beside them lay {seconds(found.overhead.measured)}, "
+        f"where the plan counts {seconds(found.overhead.predicted)}. "
         f"The busy time of rank {worst.rank} is furthest off. Errors are predicted over measured, less one.</p>"
     )
     whole = [row.memory.measured for row in stages if row.memory.source == "resident"]

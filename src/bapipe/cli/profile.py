@@ -199,7 +199,7 @@ def _print(found: Profiled, out: str | None) -> None:
             format_seconds(costs.backward[row][index]),
             format_seconds(costs.weight_gradient[row][index]),
             format_bytes(costs.boundary_forward[row][index]),
-            format_bytes(costs.stash[row][index]),
+            format_bytes(costs.saved_activations[row][index]),
             *_part_cells(costs, row, index),
         )
     console.print(table)

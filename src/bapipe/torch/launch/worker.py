@@ -66,7 +66,7 @@ _OFF = 0.15
 _JUDGED = 3
 """steps after the first by which that is judged"""
 _COMPARED = {
-    "whole": "on the whole mini-batch",
+    "whole": "on the whole global batch",
     "outputs": "with one loss of the same micro-batches' outputs",
     "microbatches": "in the same micro-batches",
 }

@@ -185,7 +185,7 @@ class Engine:
         own_targets: list[Any] = []
         needed = set(self.own.needed)
         if needed and inputs is None:
-            raise BaPipeError(f"rank {self.rank} needs the inputs, got None; give every rank the mini-batch")
+            raise BaPipeError(f"rank {self.rank} needs the inputs, got None; give every rank the global batch")
         # A rank that needs none of it looks at it all the same, so that all ranks refuse a wrong one.
         if inputs is not None:
             leaves = split_inputs(self.own.inputs, inputs, self.sizes, needed=needed)

@@ -1,10 +1,10 @@
 """Attention masks of transformers models, captured as they are in eager mode.
 
-While it is traced, transformers makes a mask tensor where in eager mode it would make none and let the attention be
-causal by itself. With a mask tensor attention takes a slower kernel (a stage of Llama blocks in bf16 is 12.7 % slower
-on a quarter of an H200), and the mask crosses every cut. It does so because it may not look at the values of
-`attention_mask` and `position_ids`. Where the caller gives neither there is nothing to look at, so the eager answer
-holds for every batch.
+While it is traced, transformers makes a mask tensor where in eager mode it would make none and let the attention
+be causal by itself. With a mask tensor attention takes a slower kernel (a stage of Llama blocks in bf16 is 12.7 %
+slower on a quarter of an H200), and the mask crosses every cut. It does so because it may not look at the values
+of `attention_mask` and `position_ids`. Where the caller gives neither there is nothing to look at, so the eager
+answer holds for every batch.
 
 Uses private parts of transformers, each only where it is there.
 """

@@ -33,6 +33,8 @@ WARMUP = 3
 SAMPLES = 12
 CASES = (("bf16", 1024), ("fp32", 256))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Phases = Callable[[], list[Callable[[], None]]]
+"""the phases of one step, fresh each time"""
 
 
 class Blocks(nn.Module):
@@ -59,7 +61,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(phases: Callable[[], list[Callable[[], None]]], device: torch.device, samples: int) -> dict[str, Any]:
+def timed(phases: Phases, device: torch.device, samples: int) -> dict[str, Any]:
     """Median ms of all phases together and of each, ms of the host, peak GB."""
     totals, each, hosts = [], [], []
     peak = None
@@ -94,7 +96,7 @@ def timed(phases: Callable[[], list[Callable[[], None]]], device: torch.device, 
     }
 
 
-def plain(run: Callable[[], Any]) -> Callable[[], list[Callable[[], None]]]:
+def plain(run: Callable[[], Any]) -> Phases:
     """Forward, backward."""
 
     def phases() -> list[Callable[[], None]]:
@@ -112,7 +114,7 @@ def plain(run: Callable[[], Any]) -> Callable[[], list[Callable[[], None]]]:
     return phases
 
 
-def apart(run: Callable[[], Any], layers: CompiledLayers) -> Callable[[], list[Callable[[], None]]]:
+def apart(run: Callable[[], Any], layers: CompiledLayers) -> Phases:
     """Forward, input gradients, weight gradients."""
 
     def phases() -> list[Callable[[], None]]:
@@ -147,9 +149,7 @@ def case(name: str, length: int, device: torch.device, *, tiny: bool, samples: i
     ids, labels = ids.to(device), labels.to(device)
     rows: list[dict[str, Any]] = []
 
-    def measure(
-        what: str, make: Callable[[], tuple[Callable[[], list[Callable[[], None]]], dict[str, Any]]]
-    ) -> None:
+    def measure(what: str, make: Callable[[], tuple[Phases, dict[str, Any]]]) -> None:
         row: dict[str, Any] = {"dtype": name, "length": length, "what": what}
         try:
             begun = time.perf_counter()
@@ -217,8 +217,8 @@ def case(name: str, length: int, device: torch.device, *, tiny: bool, samples: i
 
 def table(rows: list[dict[str, Any]], machine: str) -> str:
     lines = [
-        f"Forward and backward of {BLOCKS} Llama blocks with embedding, head and loss, micro-batch {MICROBATCH}, on",
-        f"{machine}. Phases: forward, backward; of a split backward forward, input gradients, weight gradients.",
+        f"Forward and backward of {BLOCKS} Llama blocks with embedding, head and loss, micro-batch {MICROBATCH},",
+        f"on {machine}. Phases: forward, backward; of a split one forward, input and weight gradients.",
         "",
         "| dtype, length | what | ms | to eager | phases ms | host ms | peak GB | first run s |",
         "|---|---|---|---|---|---|---|---|",

@@ -75,8 +75,14 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, padding=1),
-                                  nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))  # fmt: skip
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 3),
+        )
         self.head = nn.Linear(4 * 16, 3)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -110,12 +116,8 @@ def train(
     programs: CompiledPrograms | None = None,
     split: bool = False,
     recompute: bool = False,
-    parts: dict[int, int] | None = None,
 ) -> Trained:
-    """One global batch through stages cut before these layers; the module is left as it was.
-
-    `parts`: of a layer that two stages share, the channels of the first.
-    """
+    """One global batch through stages cut before these layers; the module is left as it was."""
     module = captured.module
     saved = {name: item.clone() for name, item in module.state_dict().items()}
     module.zero_grad()

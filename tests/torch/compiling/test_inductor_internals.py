@@ -59,13 +59,13 @@ def test_a_function_that_writes_its_input_is_refused() -> None:
             writes,
             [torch.randn(3, 3, requires_grad=True), torch.randn(2, 3)],
             results=1,
-            on_backward=lambda graph: None,
+            on_backward=lambda _: None,
             backend="graph",
         )
 
 
 def test_a_machine_without_compilers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor_internals.shutil, "which", lambda name: None)
+    monkeypatch.setattr(inductor_internals.shutil, "which", lambda _: None)
     with pytest.raises(BaPipeError, match=r"needs a C\+\+ compiler for a CPU and found none; install"):
         check_compiler(torch.device("cpu"))
     with pytest.raises(BaPipeError, match=r"needs (triton|a C compiler)"):

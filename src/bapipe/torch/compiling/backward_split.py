@@ -3,9 +3,9 @@
     saved, output gradients ->  dI  -> input gradients, cheap weight gradients, what dW needs of it
                       what is held  ->  dW  -> the other weight gradients
 
-A weight's gradient is deferred if it takes a product that the input gradients do not. What is held in between is the
-smallest set of values (a minimum cut) from which dW can be had: values that are cheap to make, such as a cast, are
-made again in dW from smaller ones.
+A weight's gradient is deferred if it takes a product that the input gradients do not. What is held in between is
+the smallest set of values (a minimum cut) from which dW can be had: values that are cheap to make, such as a cast,
+are made again in dW from smaller ones.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _split_convolutions(module: fx.GraphModule) -> None:
-    """A convolution's backward makes three gradients in one node: one node for the input's, one for the weights'."""
+    """A convolution's backward makes three gradients in one node: have one for the input's, one for the others."""
     graph = module.graph
     for node in list(graph.nodes):
         if op_name(node.target) != "aten.convolution_backward":

@@ -1,7 +1,7 @@
 """The layers of a stage, compiled one by one; what cannot be compiled runs as it was captured.
 
-A layer is compiled when it first runs with inputs of some shapes and dtypes, and layers of equal structure once: the
-time to compile does not grow with the depth of a model, and a profile measures what a run executes.
+A layer is compiled when it first runs with inputs of some shapes and dtypes, and layers of equal structure once:
+the time to compile does not grow with the depth of a model, and a profile measures what a run executes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from bapipe.torch.capturing import Captured, Root, Stage
 from bapipe.torch.capturing.layer_signature import layer_signatures
 from bapipe.torch.capturing.seeded_rng import Position, seed_rng
 from bapipe.torch.compiling.inductor_internals import Backend, check_compiler
-from bapipe.torch.compiling.layer_program import DeferredGradients, LayerFunction, LayerProgram, compile_layer
+from bapipe.torch.compiling.layer_program import (
+    BackwardKinds,
+    DeferredGradients,
+    LayerFunction,
+    LayerProgram,
+    compile_layer,
+)
 from bapipe.torch.compiling.seeded_dropout import random_key
 from bapipe.torch.compiling.traced_layer import TracedLayer
 
@@ -181,11 +187,9 @@ class CompiledPrograms:
             written=flat.written,
         )
         split = self._split and flat.weights > 0
-        whole = self._whole or not split
-        program = compile_layer(
-            function, examples, differentiable, whole=whole, split=split, backend=self._backend
-        )
-        ways = [apart for apart, wanted in ((False, whole), (True, split)) if wanted]
+        backward = BackwardKinds(whole=self._whole or not split, split=split)
+        program = compile_layer(function, examples, differentiable, backward, backend=self._backend)
+        ways = [apart for apart, wanted in ((False, backward.whole), (True, split)) if wanted]
         _try(program, examples, differentiable, ways)
         return program
 
@@ -325,7 +329,7 @@ class CompiledLayers:
         self.deferred: list[DeferredGradients] | None = None
         """where backwards of the forwards from now on leave their weight gradients; None: they compute them"""
 
-    def __call__(self, stage: Stage, position: Position | None, *values: Any) -> tuple[Any, ...]:
+    def __call__(self, _stage: Stage, position: Position | None, *values: Any) -> tuple[Any, ...]:
         count = len(values) - len(self.roots)
         roots = {root.index: value for root, value in zip(self.roots, values[count:], strict=True)}
         made: tuple[Any, ...] = tuple(values[:count])

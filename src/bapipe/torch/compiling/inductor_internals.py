@@ -65,7 +65,7 @@ def lower(
 ) -> Lowered:
     """Trace a function without side effects with its backward, partition both and compile the forward.
 
-    Shapes, strides, dtypes and which inputs require a gradient are those of the examples; autocast is as it is now.
+    Shapes, strides, dtypes and which inputs require a gradient are those of the examples; autocast is as it is.
     The partition is torch.compile's: what is cheap to compute again is not saved. `on_backward` is given the
     backward's graph, while what compiling needs is in place.
     """
@@ -113,7 +113,7 @@ def _lower(
         found["backward"] = on_backward(graph)
         found["saved"] = len(inputs) - tangents
         found["tangents"] = tuple(inputs[len(inputs) - tangents :])
-        return _boxed(lambda given: [])
+        return _boxed(lambda _: [])
 
     settings = {
         "donated_buffer": False,  # what a backward may overwrite could be held for the second part of it

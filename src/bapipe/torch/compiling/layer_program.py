@@ -16,7 +16,7 @@ from torch import Tensor
 from bapipe.torch.compiling.backward_split import SplitGraphs, split_backward_graph
 from bapipe.torch.compiling.inductor_internals import Backend, BackwardGraph, Boxed, Lowered, lower
 
-__all__ = ["DeferredGradients", "LayerFunction", "LayerProgram", "compile_layer"]
+__all__ = ["BackwardKinds", "DeferredGradients", "LayerFunction", "LayerProgram", "compile_layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +35,14 @@ class LayerFunction:
     """how many of the results, the first ones, are outputs"""
     written: tuple[int, ...]
     """which of the arguments are buffers that the other results are to be copied into"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardKinds:
+    """Which backwards are compiled."""
+
+    whole: bool = True
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,19 +195,18 @@ def compile_layer(
     function: LayerFunction,
     examples: Sequence[Tensor],
     differentiable: Sequence[bool],
+    kinds: BackwardKinds,
     *,
-    whole: bool = True,
-    split: bool = False,
     backend: Backend = "inductor",
 ) -> LayerProgram:
-    """Compile a layer for inputs like the examples: its forward, and its backward `whole`, `split`, or both.
+    """Compile a layer for inputs like the examples: its forward, and its backward in one or both ways.
 
     Raises whatever the tracer or the compiler raises.
     """
 
     def compile_backward(graph: BackwardGraph) -> tuple[Boxed | None, _Halves | None]:
         halves = None
-        if split:
+        if kinds.split:
             resident = {
                 node.name
                 for node in graph.module.graph.nodes
@@ -215,7 +222,7 @@ def compile_layer(
                 if parts.weight_graph is None
                 else graph.compile(parts.weight_graph, parts.weight_examples),
             )
-        return graph.compile(graph.module, graph.examples) if whole else None, halves
+        return graph.compile(graph.module, graph.examples) if kinds.whole else None, halves
 
     lowered = lower(
         function.run,

@@ -1,7 +1,7 @@
 """Dropout in a compiled layer, with the random numbers that the layer draws eagerly.
 
-The mask is made by an operation of its own, which seeds the generator as `seed_node` does before it draws. What the
-mask is multiplied with is ordinary arithmetic, which the compiler fuses with its neighbours.
+The mask is made by an operation of its own, which seeds the generator as `seed_node` does before it draws. What
+the mask is multiplied with is ordinary arithmetic, which the compiler fuses with its neighbours.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _dropout_mask(like: Tensor, probability: float, key: Tensor, place: int) -> 
 
 
 @_dropout_mask.register_fake
-def _(like: Tensor, probability: float, key: Tensor, place: int) -> Tensor:
+def _(like: Tensor, probability: float, key: Tensor, place: int) -> Tensor:  # noqa: ARG001
     return torch.empty_like(like, dtype=torch.bool)
 
 

@@ -47,9 +47,7 @@ class TracedLayer:
         self.state: list[str] = []
         """names of its buffers and constants"""
         self.numbers: tuple[int, ...] = tuple(
-            int(node.args[1])  # type: ignore[arg-type]
-            for node in self._graph.nodes
-            if node.target in (seed_node, seed_whole)
+            int(node.args[1]) for node in self._graph.nodes if node.target in (seed_node, seed_whole)
         )
         """of its random nodes, in order"""
         written: list[str] = []
@@ -66,8 +64,8 @@ class TracedLayer:
         """names of the buffers that it writes"""
         self.results = tuple(_result(item) for item in self._graph_outputs())
         self.seeds_itself = self._draws_otherwise()
-        """the number of the first random node that is no dropout, from which the generator is seeded; None: there is
-        none"""
+        """the number of the first random node that is no dropout, which the generator is seeded by; None: there
+        is none"""
 
     def _graph_outputs(self) -> Sequence[Any]:
         end = next(node for node in self._graph.nodes if node.op == "output")

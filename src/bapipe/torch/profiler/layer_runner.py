@@ -281,7 +281,8 @@ def chain_of(
 ) -> LayerSequence:
     """The layers of a module to measure, on the device and in the dtype; the module itself is moved there.
 
-    With `compile_` they run compiled. The capture is made and checked on the CPU. Of blocks that compute the same two are measured.
+    With `compile_` they run compiled. The capture is made and checked on the CPU. Of blocks that compute the same
+    two are measured.
     """
     module = module.to(dtype=dtype)
     cpu = torch.device("cpu")

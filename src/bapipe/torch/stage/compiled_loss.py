@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,14 +45,10 @@ class CompiledWeighing(Weighing):
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             remaining = iter(tensors)
             tree = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            found = super(CompiledWeighing, self).__call__(*unflatten(tree, spec), size, tokens)
-            counts = isinstance(found.count, Tensor)
-            self._found[about] = Weighed(
-                loss=torch.empty(0),
-                kind=found.kind,
-                count=-1 if counts else found.count,
-                positions=found.positions,
-            )
+            own_output, own_target = unflatten(tree, spec)
+            found = super(CompiledWeighing, self).__call__(own_output, own_target, size, tokens)
+            counted = isinstance(found.count, Tensor)
+            self._found[about] = replace(found, loss=torch.empty(0), count=-1 if counted else found.count)
             return (found.loss, found.count) if isinstance(found.count, Tensor) else (found.loss,)
 
         flags = [item.requires_grad for item in given]
@@ -61,4 +58,4 @@ class CompiledWeighing(Weighing):
             return super().__call__(output, target, size, tokens)
         made, known = program(given, None), self._found[about]
         count: Count = made[1] if len(made) > 1 else known.count
-        return Weighed(loss=made[0], kind=known.kind, count=count, positions=known.positions)
+        return replace(known, loss=made[0], count=count)

@@ -81,6 +81,7 @@ def _lower(
     on_backward: Callable[[BackwardGraph], Any],
     backend: Backend,
 ) -> Lowered:
+    import torch._dynamo  # the others cannot be loaded before it
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -184,7 +185,7 @@ def _unboxed(compiled: Any) -> Boxed:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse a machine that cannot compile for the device: BaPipeError with what it lacks."""
+    """Refuse a machine that cannot compile for the device: BaPipeError with what it lacks. Loads no compiler."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             raise BaPipeError(
@@ -195,14 +196,7 @@ def check_compiler(device: torch.device) -> None:
                 "--compile needs a C compiler for triton and found none; install gcc, or run without"
             )
         return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        found = get_cpp_compiler()
-    except (InvalidCxxCompiler, RuntimeError, OSError):
-        found = ""
-    if not found or shutil.which(found) is None:
+    if not any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++")):
         raise BaPipeError(
             "--compile needs a C++ compiler for a CPU and found none; install g++, set CXX, or run without"
         )

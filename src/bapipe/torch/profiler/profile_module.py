@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ def profile_model(
     optimizer: str = "sgd",
     accelerator: str | None = None,
     calibrate: bool = False,
+    compile_: bool = False,
     threads: int | None = None,
     slice_: str = "",
     report: Report = quiet,
@@ -82,6 +83,7 @@ def profile_model(
         optimizer=optimizer,
         accelerator=accelerator,
         calibrate=calibrate,
+        compile_=compile_,
         threads=threads,
         slice_=slice_,
         report=report,
@@ -101,6 +103,7 @@ def profile_module(
     optimizer: str = "sgd",
     accelerator: str | None = None,
     calibrate: bool = False,
+    compile_: bool = False,
     threads: int | None = None,
     slice_: str = "",
     report: Report = quiet,
@@ -122,7 +125,7 @@ def profile_module(
         keep_heap()  # as a rank of a run does
     keep_in_pages(where)
     try:
-        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind)
+        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind, compile_=compile_)
     except Exception as error:
         if is_out_of_memory(error):
             raise BaPipeError(
@@ -152,7 +155,7 @@ def _empty(chain: LayerSequence, name: str, dtype: str, optimizer: str, slice_: 
         shapes=tuple(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in tensors),
         dtype=dtype,
         optimizer=optimizer,
-        environment=environment_of(chain.device, slice_=slice_),
+        environment=replace(environment_of(chain.device, slice_=slice_), compiled=chain.programs is not None),
         layers=chain.layers,
         repeats=chain.repeats,
         input_bytes=float(sum(leaf.nbytes for leaf in tensors)),

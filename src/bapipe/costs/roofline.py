@@ -131,7 +131,7 @@ def _roofline(kind: AcceleratorType, dtype: str) -> _Roofline:
 def _work(layer: Layer, inputs: float, *, microbatch: int, size: int, first: bool) -> _Work:
     moved = layer.moved_elements
     if moved is None:
-        moved = inputs + layer.output_elements + layer.stash_elements
+        moved = inputs + layer.output_elements + layer.saved_elements
     elementwise = min(layer.elementwise_elements or 0.0, moved)
     weight_flops = layer.weight_flops
     if weight_flops is None:
@@ -169,7 +169,7 @@ def _table(model: Model, kind: AcceleratorType, *, dtype: str, sizes: tuple[int,
     roofline = _roofline(kind, dtype)
     size = dtype_bytes(dtype)
     inputs = [model.input_elements, *(layer.output_elements for layer in model.layers[:-1])]
-    forward, backward, weight, out, back, stash, workspace = [], [], [], [], [], [], []
+    forward, backward, weight, out, back, saved_activations, workspace = [], [], [], [], [], [], []
     for b in sizes:
         works = [
             _work(layer, arriving, microbatch=b, size=size, first=index == 0)
@@ -189,8 +189,8 @@ def _table(model: Model, kind: AcceleratorType, *, dtype: str, sizes: tuple[int,
                 for layer in model.layers
             )
         )
-        stash.append(tuple(layer.stash_elements * scale for layer in model.layers))
-        workspace.append(max((layer.stash_elements + layer.output_elements) * scale for layer in model.layers))
+        saved_activations.append(tuple(layer.saved_elements * scale for layer in model.layers))
+        workspace.append(max((layer.saved_elements + layer.output_elements) * scale for layer in model.layers))
     return CostTable(
         source="analytic",
         description=_description(kind, roofline, dtype),
@@ -199,7 +199,7 @@ def _table(model: Model, kind: AcceleratorType, *, dtype: str, sizes: tuple[int,
         backward=tuple(backward),
         boundary_forward=tuple(out),
         boundary_backward=tuple(back),
-        stash=tuple(stash),
+        saved_activations=tuple(saved_activations),
         update=tuple(
             0.0
             if layer.shares_weights_with

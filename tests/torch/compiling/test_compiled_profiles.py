@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from bapipe.records.plan import Plan, PlanStage, read_plan
 from bapipe.schedule.generators import make_schedule
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.torch.compiling.compiled_layers import CompiledPrograms
-from bapipe.torch.profiler import MeasureSettings, layer_runner, profile_module
+from bapipe.torch.profiler import MeasureSettings, profile_module
 from bapipe.torch.runtime import rank_engine
 from bapipe.torch.runtime.pipeline import Pipeline
 from command import bapipe, refused
@@ -35,7 +36,8 @@ GRAPHS = functools.partial(CompiledPrograms, backend="graph")
 @pytest.fixture
 def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Profile, Profile]:
     """Of one model, as captured and compiled."""
-    monkeypatch.setattr(layer_runner, "CompiledPrograms", GRAPHS)
+    file = sys.modules["bapipe.torch.profiler.profile_module"]  # the package has a function of that name
+    monkeypatch.setattr(file, "CompiledPrograms", GRAPHS)
     settings = MeasureSettings(microbatches=(4,), folder=tmp_path, seconds=0.001, iterations=1)
     found = []
     for compiled in (False, True):
@@ -139,10 +141,8 @@ def test_a_rank_follows_its_plan_unless_it_is_overridden(
         ):
             loss = pipe.step(inputs, targets)
             programs = pipe.engine.programs
-        # Two layers and the loss.
-        assert (0 if programs is None else programs.compiled) == (
-            3 if (planned if asked is None else asked) else 0
-        )
+        expected = 3 if (planned if asked is None else asked) else 0  # two layers and the loss
+        assert (0 if programs is None else programs.compiled) == expected
         found[planned, asked] = loss, [item.grad for item in pipe.parameters()]
     assert "rank 0 is compiling its layers" in caplog.text
     loss, gradients = found[False, None]

@@ -16,7 +16,7 @@ from bapipe.torch.compiling.compiled_layers import CompiledPrograms, StageLayers
 from bapipe.torch.stage.loss import LossSum
 from bapipe.torch.stage.runner import StageRunner
 
-__all__ = ["Blocks", "Convolutions", "Mlp", "Trained", "captured_of", "train"]
+__all__ = ["SIZE", "Blocks", "Convolutions", "Mlp", "Pair", "Trained", "captured_of", "train"]
 
 SIZE, COUNT = 4, 3
 
@@ -70,6 +70,17 @@ class Blocks(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Pair(nn.Module):
+    """Two layers, in which bf16 rounds often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return functional.gelu(self.second(functional.gelu(self.first(self.norm(value))))).square().mean()
+
+
 class Convolutions(nn.Module):
     """Convolutions, the gradients of whose weights and inputs come from one operation."""
 
@@ -95,6 +106,8 @@ def captured_of(name: str, dtype: torch.dtype = torch.float64) -> Captured:
     if name == "blocks":
         tokens = torch.randint(16, (SIZE, 5))
         return capture(Blocks().to(dtype), (tokens, tokens.flip(1)), check=False)
+    if name == "pair":
+        return capture(Pair().to(dtype), (torch.randn(SIZE, 16).to(dtype),), check=False)
     if name == "convolutions":
         return capture(Convolutions().to(dtype), (torch.randn(SIZE, 3, 6, 6, dtype=dtype),), check=False)
     return capture(Mlp().to(dtype), (torch.randn(SIZE, 8, dtype=dtype),), check=False)

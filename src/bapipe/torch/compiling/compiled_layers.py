@@ -70,10 +70,16 @@ class CompiledPrograms:
     """The compiled layers of one process, by structure."""
 
     def __init__(
-        self, device: torch.device, *, whole: bool = True, split: bool = False, backend: Backend = "inductor"
+        self,
+        device: torch.device,
+        *,
+        whole: bool = True,
+        split: bool = False,
+        say: Callable[[str], None] | None = None,
+        backend: Backend = "inductor",
     ) -> None:
-        """`whole`, `split`: how backwards are done. Raises BaPipeError where nothing can be compiled for the
-        device."""
+        """`whole`, `split`: how backwards are done; `say` is called with a line for each program, which is logged
+        too. Raises BaPipeError where nothing can be compiled for the device."""
         if backend == "inductor":
             check_compiler(device)
         self.device = device
@@ -82,6 +88,7 @@ class CompiledPrograms:
         self.failed: dict[str, str] = {}
         """name of a layer that runs as it was captured -> why"""
         self._whole, self._split = whole, split
+        self._say = say
         self._backend: Backend = backend
         self._programs: dict[Any, LayerProgram | None] = {}
         self._signatures: dict[int, tuple[Any, tuple[str, ...]]] = {}
@@ -153,13 +160,11 @@ class CompiledPrograms:
             program = None
         else:
             self.compiled += 1
-            _logger.info(
-                "compiled layer %d of %d distinct ('%s'): %.1f s",
-                self.compiled,
-                max(self.compiled, len(self._distinct)),
-                name,
-                time.perf_counter() - begun,
-            )
+            count, seconds = max(self.compiled, len(self._distinct)), time.perf_counter() - begun
+            line = f"compiled layer {self.compiled} of {count} distinct ('{name}'): {seconds:.1f} s"
+            _logger.info("%s", line)
+            if self._say is not None:
+                self._say(line)
         self._programs[about] = program
         return program
 

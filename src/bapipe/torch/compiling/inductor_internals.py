@@ -81,7 +81,6 @@ def _lower(
     on_backward: Callable[[BackwardGraph], Any],
     backend: Backend,
 ) -> Lowered:
-    import torch._dynamo  # the others cannot be loaded before it
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -40,8 +40,6 @@ def _(like: Tensor, probability: float, key: Tensor, place: int) -> Tensor:  # n
 
 def seeded_dropout(value: Tensor, probability: float, key: Tensor, place: int) -> Tensor:
     """`torch.dropout(value, probability, True)` with the numbers of a random node."""
-    if probability == 0:
-        return value
     mask: Tensor = _dropout_mask(value.detach(), probability, key, place)
     if probability == 1:
         return value * mask

@@ -11,12 +11,16 @@ from torch import Tensor, fx, nn
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing import Stage
+from bapipe.torch.capturing.part_ops import lstm_direction, lstm_steps
 from bapipe.torch.capturing.seeded_rng import seed_node, seed_whole
 from bapipe.torch.capturing.torch_internals import op_name, operator_use
 from bapipe.torch.compiling.seeded_dropout import seeded_dropout
 
 __all__ = ["Result", "TracedLayer"]
 
+_RECURRENT = frozenset(f"aten.{name}" for name in ("gru", "lstm", "rnn_relu", "rnn_tanh")) | {
+    op_name(function) for function in (lstm_direction, lstm_steps)
+}
 _RUNNING_STATISTICS = frozenset({"aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm"})
 """operations that write buffers without saying so"""
 
@@ -42,6 +46,8 @@ class TracedLayer:
             raise BaPipeError("a module in it is kept whole")
         self._stage = stage
         self._graph = stage.stage_graph
+        if any(op_name(node.target) in _RECURRENT for node in self._graph.nodes):
+            raise BaPipeError("a recurrent layer would be compiled time step by time step")
         self.weights: list[str] = []
         """names of its parameters"""
         self.state: list[str] = []
@@ -116,6 +122,8 @@ class _Traced(fx.Interpreter):
             self._random += 1
             return None
         if op_name(target) == "aten.dropout" and not kwargs and args[2]:
+            if args[1] == 0:  # which draws nothing
+                return args[0]
             assert self._key is not None
             return seeded_dropout(args[0], args[1], self._key, self._random - 1)
         return super().call_function(target, args, kwargs)

@@ -277,18 +277,17 @@ def chain_of(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    compile_: bool = False,
+    programs: CompiledPrograms | None = None,
 ) -> LayerSequence:
     """The layers of a module to measure, on the device and in the dtype; the module itself is moved there.
 
-    With `compile_` they run compiled. The capture is made and checked on the CPU. Of blocks that compute the same
+    With `programs` they run compiled. The capture is made and checked on the CPU. Of blocks that compute the same
     two are measured.
     """
     module = module.to(dtype=dtype)
     cpu = torch.device("cpu")
     leaves, spec = flatten((tuple(args), dict(kwargs)))
     own_args, own_kwargs = unflatten([on_device(leaf, cpu, dtype) for leaf in leaves], spec)
-    programs = CompiledPrograms(device, split=True) if compile_ else None
     captured = capture(module, own_args, own_kwargs)
     chain = CapturedLayers(captured, device=device, dtype=dtype, programs=programs)
     signatures = layer_signatures(captured.program, captured.groups)

@@ -15,6 +15,7 @@ from bapipe.models.builtin import Argument
 from bapipe.models.layers import ModelRef
 from bapipe.models.model_spec import model_ref
 from bapipe.torch.capturing.torch_internals import load_tracer
+from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.cpu_heap import keep_heap
 from bapipe.torch.device.dtypes import find_dtype
@@ -124,8 +125,9 @@ def profile_module(
     else:
         keep_heap()  # as a rank of a run does
     keep_in_pages(where)
+    programs = CompiledPrograms(where, split=True, say=lambda line: report(line, 0.0)) if compile_ else None
     try:
-        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind, compile_=compile_)
+        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind, programs=programs)
     except Exception as error:
         if is_out_of_memory(error):
             raise BaPipeError(

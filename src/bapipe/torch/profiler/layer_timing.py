@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bapipe.torch.profiler.layer_clock import Clock, CudaClock, Lap
 from bapipe.torch.profiler.layer_memory import storage_of
-from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
+from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, cast_weights, run_once
 from bapipe.torch.profiler.measurement import Reading
 from bapipe.torch.profiler.statistics import Stopping, summarise
 from bapipe.torch.stage.saved_tensors import SavedValues
@@ -59,12 +59,11 @@ def walk(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> Wa
     received: list[tuple[Tensor, ...]] = []
     seconds: list[float] = []
     values: Sequence[Any] = ()
-    with torch.no_grad():
-        for piece in pieces:
-            received.append(tuple(value.detach().to("cpu", copy=piece.overwrites) for value in values))
-            begun = time.perf_counter()
-            values = piece.run(*values, *(leaves[index] for index in piece.roots))
-            seconds.append(time.perf_counter() - begun)
+    for piece in pieces:
+        received.append(tuple(value.detach().to("cpu", copy=piece.overwrites) for value in values))
+        begun = time.perf_counter()
+        values = run_once(piece, (*values, *(leaves[index] for index in piece.roots)))
+        seconds.append(time.perf_counter() - begun)
     return Walk(received=tuple(received), leaves=tuple(leaves), seconds=tuple(seconds))
 
 
@@ -128,6 +127,7 @@ def time_piece(
     `apart`: the backward in two parts too, as zero-bubble orders run it.
     """
     run = _Run(piece, inputs)
+    cast_weights(piece, inputs)
     if isinstance(clock, CudaClock):
         clock.reset()
     for _ in range(warmup):
@@ -201,7 +201,7 @@ def _split_sample(run: _Run, clock: Clock) -> float:
     needed = saved.used_by(later.run)
     clock.mark()
     held = [*later.gradients(), *(there[number] for number in needed)]
-    known = {storage_of(item)[0] for item in (*run.piece.state, *run.piece.parameters)}
+    known = run.piece.known_storages()
     return float(sum(nbytes for address, nbytes in set(map(storage_of, held)) if address not in known))
 
 

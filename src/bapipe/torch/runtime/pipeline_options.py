@@ -21,8 +21,10 @@ class PipelineOptions:
     """None: as planned"""
     transport: str = "auto"
     """how tensors get to other ranks"""
+    precision: str | None = None
+    """fp32, tf32, bf16, fp16, bf16-mixed or fp16-mixed; None: the plan's"""
     autocast: torch.dtype | None = None
-    """runs forwards and the loss under torch.autocast"""
+    """runs forwards and the loss under torch.autocast to this dtype; None: as the precision has it"""
     seed: int | None = 0
     """makes every rank build the same weights; None leaves torch's generator alone"""
     timeout: float = 300.0

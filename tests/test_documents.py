@@ -22,7 +22,7 @@ from bapipe.costs.profile import CostTable, Profile, ProfiledLayer, read_profile
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.models.layer_table import read_layer_table
 from bapipe.models.layers import ModelRef
-from bapipe.records.plan import LayerPart, Plan, PlanStage, Prediction, Rival, read_plan
+from bapipe.records.plan import Alternative, LayerPart, Plan, PlanStage, Prediction, read_plan
 from bapipe.records.run_record import read_run
 from bapipe.schedule.schedule_file import LaneFile, ScheduleFile, read_schedule
 from command import bapipe
@@ -202,7 +202,7 @@ def test_the_readme_names_only_commands_that_exist() -> None:
         ("plan.md", PlanStage),
         ("plan.md", LayerPart),
         ("plan.md", Prediction),
-        ("plan.md", Rival),
+        ("plan.md", Alternative),
         ("schedule.md", ScheduleFile),
         ("schedule.md", LaneFile),
     ],

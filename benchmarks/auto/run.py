@@ -11,6 +11,7 @@ trains three steps with every gradient compared to one process. result.json and 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     names = sys.argv[1:] or MODELS
     sys.path.insert(0, str(HERE))
+    os.chdir(HERE)  # where the ranks look for models.py
     environment = {
         "machine": cpu_name(),
         "torch": torch.__version__,

@@ -96,7 +96,7 @@ def made_profile(forward: Sequence[float], boundary: Sequence[float]) -> Profile
         backward=(tuple(2 * value for value in forward),),
         boundary_forward=(tuple(boundary),),
         boundary_backward=(tuple(boundary),),
-        stash=zeros,
+        saved_activations=zeros,
         update=zeros[0],
     )
     return Profile(

@@ -1,7 +1,7 @@
 """How fast the planner is, and how good the paper's heuristic: writes result.json beside this file.
 
 python benchmarks/planner/run.py            all of it, a few minutes
-python benchmarks/planner/run.py --quick    without L = 10 000 and the slow rival at L = 512
+python benchmarks/planner/run.py --quick    without L = 10 000 and the slow baseline at L = 512
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def problem(layers: int, counts: list[int], *, seed: int = 0) -> Problem:
     base = generator.uniform(1.0, 3.0, layers)
     speed = 1.0 + np.arange(len(counts))
     forward = base / speed[:, None]
-    stash = generator.uniform(1e6, 2e6, layers)
+    saved_activations = generator.uniform(1e6, 2e6, layers)
     total = sum(counts)
     return Problem.unlimited(
         forward=forward,
@@ -57,8 +57,8 @@ def problem(layers: int, counts: list[int], *, seed: int = 0) -> Problem:
         microbatches=4 * total,
         send_forward=generator.uniform(0.0, 10.0, layers - 1),
         send_backward=generator.uniform(0.0, 10.0, layers - 1),
-        stash_bytes=stash,
-        capacity=[float(stash.sum()) * 1.3] * len(counts),
+        saved_bytes=saved_activations,
+        capacity=[float(saved_activations.sum()) * 1.3] * len(counts),
         weights_bytes=generator.uniform(1e5, 1e6, layers),
     )
 
@@ -83,7 +83,7 @@ def random_profile(layers: int, types: list[str]) -> Profile:
     generator = np.random.default_rng(1)
     base = generator.uniform(1e-3, 3e-3, layers)
     boundary = generator.uniform(1e5, 1e6, layers)
-    stash = generator.uniform(1e6, 4e6, layers)
+    saved_activations = generator.uniform(1e6, 4e6, layers)
     sizes = (1, 2, 4, 8)
 
     def rows(values: np.ndarray) -> tuple[tuple[float, ...], ...]:
@@ -104,7 +104,7 @@ def random_profile(layers: int, types: list[str]) -> Profile:
                 backward=rows(2 * base / (1 + index)),
                 boundary_forward=rows(boundary),
                 boundary_backward=rows(boundary),
-                stash=rows(stash),
+                saved_activations=rows(saved_activations),
                 update=(1e-5,) * layers,
             )
             for index, name in enumerate(types)
@@ -146,7 +146,7 @@ def search_times() -> list[dict[str, object]]:
     return rows
 
 
-def rival_times(quick: bool) -> list[dict[str, object]]:
+def baseline_times(quick: bool) -> list[dict[str, object]]:
     rows = []
     for layers in (128, 256) if quick else (128, 256, 512):
         generator = np.random.default_rng(2)
@@ -207,7 +207,7 @@ def heuristic_gaps() -> dict[str, object]:
             backward=tuple(tuple(2 * value for value in row) for row in rows),
             boundary_forward=tuple(tuple(value * 1000 for value in row) for row in table.boundary_forward),
             boundary_backward=tuple(tuple(value * 1000 for value in row) for row in table.boundary_backward),
-            stash=table.stash,
+            saved_activations=table.saved_activations,
             update=table.update,
         )
         case = Profile(model=profile.model, dtype="fp32", layers=profile.layers, accelerators={"a": changed})
@@ -265,7 +265,7 @@ def main() -> None:
         },
         "partition": partition_times(options.quick),
         "search": search_times(),
-        "pipedream": rival_times(options.quick),
+        "pipedream": baseline_times(options.quick),
         "heuristic_gap": heuristic_gaps(),
     }
     (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")

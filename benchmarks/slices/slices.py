@@ -230,7 +230,7 @@ def measured_row(plan: Plan, record: RunRecord) -> dict[str, Any]:
         "free_transfers": free_transfers(plan),
         "memory_predicted": [stage.memory_bytes for stage in plan.stages for _ in stage.accelerators],
         "memory_measured": list(record.peak_memory),
-        "peak_live": list(record.peak_live),
+        "peak_in_flight": list(record.peak_in_flight),
         "transport": record.environment.transport,
         "stages": [stage_row(plan.stages[row.stage], row) for row in found.stages],
     }

@@ -83,7 +83,7 @@ def random_case(seed: int) -> Case:
             backward=rows(2 * work / speed / 3, fixed),
             boundary_forward=rows(boundary),
             boundary_backward=rows(boundary),
-            stash=rows(boundary),
+            saved_activations=rows(boundary),
             update=tuple((weights * 4e-12).tolist()),
         )
     profile = Profile(

@@ -60,7 +60,7 @@ def _plan(
             weight_bytes=0.0,
             memory_bytes=10.0,
             memory_capacity=1.0,
-            peak_features=1.0,
+            in_flight=1.0,
         )
         for index, ranks in enumerate(accelerators)
     )
@@ -105,8 +105,10 @@ def test_a_run_as_predicted_has_no_error() -> None:
     comparison = compare(plan, _record(plan, outside=0.5))
     assert comparison.time == Pair(predicted=16.0, measured=16.0)
     assert comparison.bubble.predicted == comparison.bubble.measured == pytest.approx(1 - 26 / 32)
-    assert comparison.step_seconds == 16.5
-    assert comparison.outside_seconds == 0.5
+    assert comparison.step == Pair(predicted=16.0, measured=16.5)
+    assert comparison.overhead == Pair(predicted=0.0, measured=0.5)
+    assert (comparison.step_seconds, comparison.outside_seconds) == (16.5, 0.5)
+    assert comparison_notes(comparison)[2] == "beside its actions: 500 ms, which the plan does not count"
     assert [(row.stage, row.rank) for row in comparison.stages] == [(0, 0), (1, 1)]
     for stage in comparison.stages:
         assert stage.forward == Pair(predicted=1.0, measured=1.0)
@@ -115,9 +117,23 @@ def test_a_run_as_predicted_has_no_error() -> None:
         assert stage.busy == Pair(predicted=13.0, measured=13.0)
         assert stage.exposed == Pair(predicted=0.0, measured=0.0)
         assert stage.bubble.measured == pytest.approx(3 / 16)
-        assert stage.live.predicted == stage.live.measured == 2 - stage.stage
+        assert stage.in_flight.predicted == stage.in_flight.measured == 2 - stage.stage
         assert stage.busy.error == 0
         assert (stage.recompute, stage.input_gradient, stage.weight_gradient, stage.all_reduce) == (None,) * 4
+
+
+def test_a_step_is_compared_with_the_plans_own_prediction() -> None:
+    """The plan counts 2 s beside its actions; the run had 0.5 s."""
+    plan = _plan()
+    plan = replace(plan, prediction=replace(plan.prediction, time=18.0))
+    comparison = compare(plan, _record(plan, outside=0.5))
+    assert comparison.step == Pair(predicted=18.0, measured=16.5)
+    assert comparison.overhead == Pair(predicted=2.0, measured=0.5)
+    assert comparison.time == Pair(predicted=16.0, measured=16.0)
+    notes = comparison_notes(comparison)
+    assert notes[0] == "step: 18 → 16.5 s (+9%), the median of the run"
+    assert notes[1].startswith("its actions: 16 → 16 s (+0%), bubble ")
+    assert notes[2] == "beside its actions: 2 s → 500 ms (+300%)"
 
 
 def test_a_run_twice_as_slow_was_predicted_at_half() -> None:
@@ -196,7 +212,7 @@ def test_replicas_have_a_row_each_and_their_all_reduce() -> None:
             Pair(predicted=3.0, measured=3.0),
             None,
         ]
-        assert [row.live.measured for row in comparison.stages] == [2.0, 2.0, 1.0]
+        assert [row.in_flight.measured for row in comparison.stages] == [2.0, 2.0, 1.0]
         assert [row.busy.measured for row in comparison.stages] == [7.0, 7.0, 13.0]
     unrecorded = tuple(event for event in record.events if event.action != "0A")
     comparison = compare(plan, replace(record, events=unrecorded))
@@ -214,8 +230,8 @@ def test_a_rank_with_several_stages_has_a_row_for_each() -> None:
         assert row.forward == Pair(predicted=1.0, measured=1.0)
         assert row.busy == Pair(predicted=26.0, measured=26.0)
         assert row.update == Pair(predicted=2.0, measured=2.0)
-    assert [row.live.measured for row in comparison.stages] == [
-        float(count) for count in plan_timeline(plan).peak_live()
+    assert [row.in_flight.measured for row in comparison.stages] == [
+        float(count) for count in plan_timeline(plan).peak_in_flight()
     ]
 
 
@@ -267,7 +283,7 @@ def test_the_tables_show_both_and_the_error() -> None:
     assert "optimizer" in text
     assert "10 → 8 B (+25%)" in text
     assert "10 B → –" in text
-    assert "global batch: " in text
+    assert "the median of the run" in text
     assert "up to 20 kB" in text
     assert "link within nodes: 1 B take 1 → 2 s (-50%), median of 4 waited for; as 0.5 B/s and 0 ns" in text
 
@@ -302,7 +318,7 @@ def test_plain_values_have_every_pair_with_its_error() -> None:
     assert stage["recompute"] is None
     assert values["links"][0]["link"] == "within"
     assert set(values) == {
-        "schedule", "stages", "links", "bubble", "time", "step_seconds", "outside_seconds",
+        "schedule", "stages", "links", "bubble", "step", "time", "overhead", "step_seconds", "outside_seconds",
     }  # fmt: skip
 
 

@@ -181,8 +181,8 @@ def test_a_run_as_predicted_changes_no_figure() -> None:
     for field in ("forward", "backward"):
         for one, other in zip(getattr(before, field), getattr(after, field), strict=True):
             assert other == pytest.approx(one)
-    assert (after.stash, after.boundary_forward, after.microbatches) == (
-        before.stash,
+    assert (after.saved_activations, after.boundary_forward, after.microbatches) == (
+        before.saved_activations,
         before.boundary_forward,
         before.microbatches,
     )

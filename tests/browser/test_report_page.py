@@ -88,7 +88,7 @@ def test_its_numbers_are_those_of_the_file(open_page: Open, straight: Path) -> N
         [format_seconds(stage["forward"]), format_seconds(stage["backward"])] for stage in plan["stages"]
     ]
     rows = page.script(cells, "#alternatives-table tbody tr")
-    assert len(rows) == 1 + len(plan["rivals"])
+    assert len(rows) == 1 + len(plan["alternatives"])
 
 
 def test_the_script_formats_times_as_python_does(open_page: Open, straight: Path) -> None:

@@ -147,7 +147,7 @@ def test_from_the_pick_to_the_download(open_app: Open, tmp_path: Path) -> None:
     answer = page.script("return document.getElementById('answer').innerText;")
     assert format_seconds(second["prediction"]["time"]) in answer
     rows = page.script("return document.querySelectorAll('#alternatives-table tbody tr').length;")
-    assert rows == 1 + len(second["rivals"])
+    assert rows == 1 + len(second["alternatives"])
     drawn = page.script("const t = bapipe.view.timelines[0]; return [t.kind.length, bapipe.view.stats.rects];")
     assert drawn[0] >= 2 * len(second["stages"]) * second["microbatches"]
     assert drawn[1] > 0

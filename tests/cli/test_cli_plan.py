@@ -36,7 +36,9 @@ def test_json_has_what_other_programs_need() -> None:
     assert plan["gap"] == pytest.approx(plan["time"] / plan["lower_bound"] - 1)
     assert plan["throughput"] == pytest.approx(256 / plan["time"])
     assert plan["epoch_time"] == pytest.approx(10000 / plan["throughput"])
-    assert all({"name", "time", "memory_bytes", "reason"} <= set(rival) for rival in plan["rivals"])
+    assert all(
+        {"name", "time", "memory_bytes", "reason"} <= set(alternative) for alternative in plan["alternatives"]
+    )
     assert any("analytic" in note for note in plan["notes"])
 
 
@@ -147,7 +149,7 @@ def broken_profiles() -> dict[str, tuple[str, str]]:
         "another-file": (text(schema="bapipe.plan/1"), "give the right file"),
         "missing-cost": (text(accelerators__x__forward=None), "'forward' is missing"),
         "short-row": (text(accelerators__x__forward=[[0.5]] * 2), "1 values for 2 layers"),
-        "negative-bytes": (text(accelerators__x__stash=[[-1.0, 1.0]] * 2), "-1 for layer"),
+        "negative-bytes": (text(accelerators__x__saved_activations=[[-1.0, 1.0]] * 2), "-1 for layer"),
         "misspelt": (text().replace('"backward"', '"bakward"'), "did you mean 'backward'"),
         "no-layers": (text(layers=[]), "has no layers"),
     }
@@ -167,7 +169,7 @@ VALID: dict[str, object] = {
             "backward": [[1.0, 1.0], [2.0, 2.0]],
             "boundary_forward": [[8.0, 0.0], [16.0, 0.0]],
             "boundary_backward": [[8.0, 0.0], [16.0, 0.0]],
-            "stash": [[1.0, 1.0], [2.0, 2.0]],
+            "saved_activations": [[1.0, 1.0], [2.0, 2.0]],
             "update": [0.0, 0.0],
         }
     },

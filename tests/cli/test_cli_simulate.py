@@ -181,7 +181,7 @@ class TestOutput:
         got = json.loads(printed("simulate", "1f1b-sno", *SIZES, *COSTS, "--json"))
         assert got["time"] == 410
         assert got["bubble"] == pytest.approx(1 - 240 / 410)
-        assert got["peak_features"] == [4, 3, 2, 1]
+        assert got["peak_activations"] == [4, 3, 2, 1]
         assert got["bandwidth_demand"] == pytest.approx(0.1)
         assert got["weights_memory"] == [2, 2, 2, 2]
         assert got["closed_form"] == 410

@@ -30,7 +30,7 @@ def layer(**changes: object) -> Layer:
         "forward_flops": 1e9,
         "parameters": 1000,
         "output_elements": 10.0,
-        "stash_elements": 20.0,
+        "saved_elements": 20.0,
         "moved_elements": 30.0,
     }
     return Layer(**{**values, **changes})  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_bytes_follow_dtype_and_batch() -> None:
         assert table.microbatches == (2, 8)
         assert table.boundary_forward == ((20.0 * size,), (80.0 * size,))
         assert table.boundary_backward == ((0.0,), (0.0,))
-        assert table.stash == ((40.0 * size,), (160.0 * size,))
+        assert table.saved_activations == ((40.0 * size,), (160.0 * size,))
         assert profile.layers[0].weight_bytes == 1000 * size
         assert profile.input_bytes == 5 * size
 

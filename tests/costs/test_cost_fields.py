@@ -235,7 +235,7 @@ def wider(sizes: tuple[int, ...], scratch: Rows | None) -> WiderTable:
 
 
 def test_a_new_field_is_a_row_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = CostField("bytes", "most", "share", Like("stash", 1 / 4), "nearest")
+    rule = CostField("bytes", "most", "share", Like("saved_activations", 1 / 4), "nearest")
     for module in (profile_module, profile_merge, pipedream_graph, segments):
         monkeypatch.setattr(module, "COST_FIELDS", {**COST_FIELDS, "scratch": rule})
     monkeypatch.setattr(profile_module, "LayerCosts", WiderCosts)
@@ -244,7 +244,7 @@ def test_a_new_field_is_a_row_and_its_name(monkeypatch: pytest.MonkeyPatch) -> N
     unknown = profiled(x=wider((2, 4), None))
     assert profile.at("x", 2).scratch.tolist() == [5.0, 5.0, 5.0]  # type: ignore[attr-defined]
     costs = unknown.at("x", 2)
-    assert costs.scratch.tolist() == (costs.stash / 4).tolist()  # type: ignore[attr-defined]
+    assert costs.scratch.tolist() == (costs.saved_activations / 4).tolist()  # type: ignore[attr-defined]
     merged = merge_profiles([profile, unknown]).table("x")
     assert [row[0] for row in merged.scratch] == [1.0, 2.0, 9.0, 12.0]  # type: ignore[attr-defined]
     scaled = scaled_profile(profile, [6]).table("x")

@@ -26,7 +26,7 @@ from bapipe.simulator.simulate import Costs
 from made_profiles import made_cluster, made_profile
 from made_runs import made_run, simulated
 
-FORWARD, BACKWARD, STASH = 0.25, 0.5, 3.0
+FORWARD, BACKWARD, SAVED = 0.25, 0.5, 3.0
 """that each part of the middle layer takes and keeps on top"""
 
 
@@ -36,7 +36,7 @@ def divided_profile(work: float = 2.0, *, by: str = "time steps", sizes: tuple[i
         {"x": [1.0, work, 1.0]},
         boundary=[10.0, 40.0, 0.0],
         weights=[8.0, 40.0, 8.0],
-        stash=[4.0, 8.0, 4.0],
+        saved_activations=[4.0, 8.0, 4.0],
         sizes=sizes,
         split={1: 4},
     )
@@ -46,7 +46,7 @@ def divided_profile(work: float = 2.0, *, by: str = "time steps", sizes: tuple[i
         update=(0.1, 0.4, 0.1),
         part_forward=tuple((0.0, size * FORWARD, 0.0) for size in sizes),
         part_backward=tuple((0.0, size * BACKWARD, 0.0) for size in sizes),
-        part_stash=tuple((0.0, size * STASH, 0.0) for size in sizes),
+        part_saved_activations=tuple((0.0, size * SAVED, 0.0) for size in sizes),
     )
     return replace(made, layers=(made.layers[0], middle, made.layers[2]), accelerators={"x": table})
 
@@ -91,8 +91,10 @@ def test_parts_by_time_steps_hold_all_weights_and_other_parts_their_share() -> N
         assert tuple(item.weights for item in needed) == weights
         assert found.costs.update == pytest.approx(update)
         # Shares, what is sent (input and the quarter that is done), the second's input, and a part's own.
-        assert [item.stash for item in needed] == [4 + 2 + (10 + 10) + STASH, 6 + 4 + 10 + STASH]
-        assert found.memory[1] >= 2 * weights[1] + needed[1].stash, "weights, gradients and a live micro-batch"
+        assert [item.saved_activations for item in needed] == [4 + 2 + (10 + 10) + SAVED, 6 + 4 + 10 + SAVED]
+        assert found.memory[1] >= 2 * weights[1] + needed[1].saved_activations, (
+            "weights, gradients and a live micro-batch"
+        )
 
 
 def test_a_stage_inside_one_layer_pays_at_both_ends() -> None:
@@ -107,7 +109,7 @@ def test_a_stage_inside_one_layer_pays_at_both_ends() -> None:
         needed = stage_bytes(chain, first, last)
         assert needed.weights == float(units.weights[span].sum()) + ends * 10.0
         messages = float(chain.resident_input[first] + chain.boundary_forward[last]) - (10.0 if ends else 0.0)
-        assert needed.stash == float(units.stash[span].sum()) + messages + ends * STASH
+        assert needed.saved_activations == float(units.saved_activations[span].sum()) + messages + ends * SAVED
     assert stage_bytes(chain, 2, 3).weights == 40.0
     # Three stages hold the layer, so three ranks sum its gradients: 2 · 2/3 of 40 bytes.
     assert evaluated(divided_profile(), 1, 3, 5).costs.update[1] == pytest.approx(0.4 + 4 / 3 * 40 / 20)
@@ -167,7 +169,7 @@ def test_a_correction_by_a_run_scales_what_parts_cost_too() -> None:
 
 def test_a_plan_that_divides_says_where_parts_were_not_measured() -> None:
     known = divided_profile(12.0)
-    table = replace(known.table("x"), part_forward=None, part_backward=None, part_stash=None)
+    table = replace(known.table("x"), part_forward=None, part_backward=None, part_saved_activations=None)
     unknown = replace(known, accelerators={"x": table})
     told = "parts of divided layers are taken to cost their share"
     (note,) = (item for item in planned(unknown).notes if item.startswith(told))
@@ -183,8 +185,10 @@ def test_profiles_keep_check_and_interpolate_part_costs(tmp_path) -> None:
     assert read_profile(tmp_path / "profile.json") == profile
     assert profile.at("x", 2).part_backward.tolist() == [0.0, 2 * BACKWARD, 0.0]
     table = profile.table("x")
-    with pytest.raises(BaPipeError, match=r"part_stash is wrong: 2 values for 3 layers at micro-batch 1"):
-        replace(profile, accelerators={"x": replace(table, part_stash=((0.0, 1.0), (0.0, 1.0)))})
+    with pytest.raises(
+        BaPipeError, match=r"part_saved_activations is wrong: 2 values for 3 layers at micro-batch 1"
+    ):
+        replace(profile, accelerators={"x": replace(table, part_saved_activations=((0.0, 1.0), (0.0, 1.0)))})
     with pytest.raises(BaPipeError, match=r"part_forward is wrong: -1 for layer 'layer1'"):
         replace(profile, accelerators={"x": replace(table, part_forward=((0.0, -1.0, 0.0),) * 2)})
 
@@ -192,7 +196,7 @@ def test_profiles_keep_check_and_interpolate_part_costs(tmp_path) -> None:
 def test_profiles_without_part_costs_read_and_hash_as_before(tmp_path) -> None:
     old = made_profile({"x": [1.0, 2.0]}, split={1: 4})
     values = plain_values(old)
-    for name in ("part_forward", "part_backward", "part_stash", "delayed"):
+    for name in ("part_forward", "part_backward", "part_saved_activations", "delayed"):
         assert values["accelerators"]["x"].pop(name) is None
     assert content_hash(old) == "73c5f98a524369e5"
     (tmp_path / "old.json").write_text(json.dumps(values))
@@ -209,7 +213,7 @@ def test_merged_sizes_have_part_costs_of_the_nearest_where_one_has_none() -> Non
     assert merged.delayed is None
     weighed = replace(other, accelerators={"x": replace(other.table("x"), delayed=((1.0, 2.0, 3.0),))})
     merged = merge_profiles([one, weighed]).table("x")
-    assert merged.delayed == (one.table("x").stash[0], (1.0, 2.0, 3.0))
+    assert merged.delayed == (one.table("x").saved_activations[0], (1.0, 2.0, 3.0))
 
 
 def test_a_layer_in_slices_needs_its_workspace_whole() -> None:
@@ -220,7 +224,7 @@ def test_a_layer_in_slices_needs_its_workspace_whole() -> None:
     whole, finer = make_chain(profile, ["x"], 1), make_chain(profile, ["x"], 1, split={1: 4})
     # What is sent, 40 bytes, counts as a message.
     assert stage_bytes(finer, 0, 4).workspace == stage_bytes(whole, 0, 1).workspace == 100.0 - 40
-    # Of all stashes (12 bytes before the last layer's 4) those after a layer are not there while it runs.
+    # Of all saved activations (12 bytes before the last layer's 4) those after a layer are not there as it runs.
     assert stage_bytes(finer, 0, 5).workspace == stage_bytes(whole, 0, 2).workspace == 100.0 - 4
     assert stage_bytes(finer, 0, 1).workspace == 25.0
     assert stage_bytes(finer, 2, 3).workspace == 50.0
@@ -246,7 +250,7 @@ def test_output_channels_are_divided_as_they_were_timed() -> None:
     assert edges(divided_profile()) == [1, 2, 3, 4]
     timed = divided_profile(by="output channels")
     assert edges(timed) == [2, 4]
-    bare = replace(timed.table("x"), part_forward=None, part_backward=None, part_stash=None)
+    bare = replace(timed.table("x"), part_forward=None, part_backward=None, part_saved_activations=None)
     assert edges(replace(timed, accelerators={"x": bare})) == [1, 2, 3, 4]
 
 
@@ -267,8 +271,8 @@ def test_what_passes_a_divided_layer_by_is_no_output_of_its_parts() -> None:
     # A stage keeps the 10 for its part. Where it sends them on, they are kept once: all of them within the layer,
     # the 6 after it, none further on.
     for last, sent, passed in ((2, 10 + 34 / 2, 10.0), (4, 40.0, 6.0), (5, 0.0, 0.0)):
-        held = float(told.stash[2 : last + 1].sum()) + STASH * (1 + (last < 4))
-        assert stage_bytes(told, 2, last).stash == pytest.approx(held + 10.0 + sent - passed)
+        held = float(told.saved_activations[2 : last + 1].sum()) + SAVED * (1 + (last < 4))
+        assert stage_bytes(told, 2, last).saved_activations == pytest.approx(held + 10.0 + sent - passed)
 
 
 def test_deferred_weight_gradients_need_their_workspace() -> None:
@@ -300,7 +304,10 @@ def test_the_input_of_a_divided_layer_counts_once() -> None:
     for span, twice in {**dict.fromkeys(whole, 0.0), **begun, **ended}.items():
         for parted in (True, False):
             let_go = 8.0 if span in ((2, 4), (2, 5), (4, 5)) and not parted else 0.0
-            kept = stage_bytes(untold, *span, parted=parted).stash - stage_bytes(told, *span, parted=parted).stash
+            kept = (
+                stage_bytes(untold, *span, parted=parted).saved_activations
+                - stage_bytes(told, *span, parted=parted).saved_activations
+            )
             assert kept == pytest.approx(twice + let_go), (span, parted)
         assert stage_bytes(told, *span).delayed == stage_bytes(untold, *span).delayed, "nothing sent is in it"
 
@@ -323,7 +330,7 @@ def test_orders_that_run_all_forwards_first_need_less_memory(
     profile does not tell the phases, nothing of it is known.
     """
     profile = divided_profile()
-    table = replace(profile.table("x"), stash=((1.0, 2.0, 4.0),), layer_workspace=((0.0, 900.0, 0.0),))
+    table = replace(profile.table("x"), saved_activations=((1.0, 2.0, 4.0),), layer_workspace=((0.0, 900.0, 0.0),))
     told = replace(table, forward_workspace=((0.0, forward, 0.0),), backward_workspace=((0.0, backward, 0.0),))
     stages = (StageChoice(first=0, last=1, accelerators=(0,)), StageChoice(first=2, last=2, accelerators=(1,)))
 

@@ -59,7 +59,7 @@ def counted(schedule: Schedule, timeline: Timeline, needed: list[StageBytes], ag
                 size = needed[stage].sent if kind == Kind.F else needed[stage].answered
                 wire = (int(timeline.ranks[source]), kind, stage)
                 coming.setdefault(wire, []).append((own.index(consumer), float(transfers.arrival[index]), size))
-        features = most = 0.0
+        activations = most = 0.0
         made: set[int] = set()
         for place, index in enumerate(own):
             stage, kind = int(timeline.stages[index]), timeline.kinds[index]
@@ -72,9 +72,9 @@ def counted(schedule: Schedule, timeline: Timeline, needed: list[StageBytes], ag
                     if taken > place and max(arrival, posted) < timeline.end[index]:
                         waiting += size
             if kind == Kind.F:
-                features += item.kept if again[stage] else item.stash
+                activations += item.kept if again[stage] else item.saved_activations
             if kind == Kind.R:
-                features += item.stash - item.kept
+                activations += item.saved_activations - item.kept
             makes = kind in (Kind.B, Kind.W)
             anew = makes and (stage not in made or not schedule.flushes)
             if kind in (Kind.F, Kind.R):
@@ -87,13 +87,13 @@ def counted(schedule: Schedule, timeline: Timeline, needed: list[StageBytes], ag
                 made.add(stage)
             absent = sum(needed[other].weights for other in stages if other not in made)
             casts = sum(needed[other].casts for other in stages)
-            most = max(most, casts + features + besides + waiting - absent)
+            most = max(most, casts + activations + besides + waiting - absent)
             if kind == Kind.B:
-                features -= item.stash
+                activations -= item.saved_activations
             if kind == Kind.I:
-                features += item.delayed - item.stash
+                activations += item.delayed - item.saved_activations
             if kind == Kind.W:
-                features -= item.delayed
+                activations -= item.delayed
         peaks.append(held + most)
     return peaks
 
@@ -111,7 +111,7 @@ def test_memory_is_followed_from_action_to_action(schedule: Schedule, data: st.D
     needed = [
         replace(
             item,
-            kept=min(item.kept, item.stash),
+            kept=min(item.kept, item.saved_activations),
             received=needed[stage - 1].sent if stage else 0.0,
             returned=needed[stage + 1].answered if stage + 1 < count else 0.0,
             first_backward_workspace=item.backward_workspace - 1.0,
@@ -144,7 +144,7 @@ def test_the_parts_of_a_peak_are_those_of_its_moment() -> None:
     """One stage of 10 bytes of weights, which is fullest in the second forward, a backward or the update."""
     schedule = with_update(gpipe(1, 2))
     timeline = simulate(schedule, Costs.of(1, forward=[1.0], backward=[1.0]))
-    held = replace(NONE, weights=10.0, stash=30.0)
+    held = replace(NONE, weights=10.0, saved_activations=30.0)
 
     def peak(*, update_copies: int = 3, **needed: float) -> PeakBytes:
         stages = [replace(held, **needed)]
@@ -154,7 +154,9 @@ def test_the_parts_of_a_peak_are_those_of_its_moment() -> None:
 
     always = {"weights": 10.0, "optimizer": 10.0, "buffers": 0.0}
     forward = peak(forward_workspace=20.0)
-    assert forward == PeakBytes(**always, gradients=0.0, features=60.0, workspace=20.0), "no gradients yet"
+    assert forward == PeakBytes(**always, gradients=0.0, activations=60.0, workspace=20.0), "no gradients yet"
     backward = peak(backward_workspace=5.0, first_backward_workspace=-4.0)
-    assert backward == PeakBytes(**always, gradients=6.0, features=60.0, workspace=0.0), "not all of them yet"
-    assert peak(stash=1.0, update_copies=7) == PeakBytes(**always, gradients=10.0, features=0.0, workspace=40.0)
+    assert backward == PeakBytes(**always, gradients=6.0, activations=60.0, workspace=0.0), "not all of them yet"
+    assert peak(saved_activations=1.0, update_copies=7) == PeakBytes(
+        **always, gradients=10.0, activations=0.0, workspace=40.0
+    )

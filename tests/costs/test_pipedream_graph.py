@@ -45,7 +45,7 @@ def test_small_graph() -> None:
     assert costs.backward == (pytest.approx((2e-3, 0.5e-3, 6e-3, 5e-3, 0.25e-3)),)
     assert costs.boundary_forward == ((216.0, 216.0, 516.0, 216.0, 0.0),)
     assert costs.boundary_backward == ((200.0, 200.0, 500.0, 200.0, 0.0),)
-    assert costs.stash == ((100.0, 0.0, 224.0, 500.0, 200.0),)
+    assert costs.saved_activations == ((100.0, 0.0, 224.0, 500.0, 200.0),)
     assert costs.update == (0.0,) * 5
     assert profile.input_bytes == 116 / 4
     assert (profile.model.name, profile.dtype) == ("small", "fp32")
@@ -134,8 +134,8 @@ def test_scaling() -> None:
     assert "scaled from batch 4" in costs.description
     for row, factor in zip(costs.forward, (2 / 5, 1, 10 / 5), strict=True):
         assert row == pytest.approx([value * factor for value in base.forward[0]])
-    for row, factor in zip(costs.stash, (1 / 4, 1, 9 / 4), strict=True):
-        assert row == pytest.approx([value * factor for value in base.stash[0]])
+    for row, factor in zip(costs.saved_activations, (1 / 4, 1, 9 / 4), strict=True):
+        assert row == pytest.approx([value * factor for value in base.saved_activations[0]])
     assert costs.boundary_backward[0] == pytest.approx([value / 4 for value in base.boundary_backward[0]])
     assert costs.update == base.update
     assert table(profile).source == "measured"
@@ -160,7 +160,7 @@ def test_published_resnet50() -> None:
     skip, narrow = 128 * 256 * 56**2 * 4, 128 * 64 * 56**2 * 4
     assert boundary["node17 ReLU"] == skip
     assert boundary["node18 Conv2d"] == narrow + skip
-    per_image = sum(table(profile).stash[0]) / 128 / 4
+    per_image = sum(table(profile).saved_activations[0]) / 128 / 4
     assert per_image == pytest.approx(21.5e6, rel=0.03)
 
 

@@ -36,7 +36,7 @@ def test_mixed_precision_has_fp32_weights_and_messages_of_two_bytes() -> None:
     assert (mixed.weight_bytes == 2 * low.weight_bytes).all()
     costs = {word: found.at(TYPE, 4) for word, found in (("full", full), ("mixed", mixed), ("low", low))}
     assert (costs["mixed"].boundary_forward == costs["low"].boundary_forward).all()
-    assert (costs["mixed"].stash == costs["low"].stash).all()
+    assert (costs["mixed"].saved_activations == costs["low"].saved_activations).all()
     assert (costs["mixed"].forward == costs["low"].forward).all()
     assert costs["low"].backward.sum() < costs["mixed"].backward.sum() < costs["full"].backward.sum()
     assert costs["mixed"].weight_casts.tolist() == (mixed.weight_bytes / 2).tolist()

@@ -23,7 +23,7 @@ def table(*sizes: int, seconds: float = 1.0, **changes: object) -> CostTable:
         "weight_gradient": rows,
         "boundary_forward": rows,
         "boundary_backward": rows,
-        "stash": rows,
+        "saved_activations": rows,
         "update": (0.0, 0.0),
         "workspace": tuple(float(size) for size in sizes),
     }

@@ -77,7 +77,7 @@ def _run_case(case: AdvancedCase, captured: Captured) -> dict[str, Any]:
             parameter.grad = None
         found_losses.append(pipe.step(*SPLIT_MODELS[case.model].batch(step, sum(case.sizes))))
         assert pipe.trace is not None
-        live.append({str(stage): count for stage, count in pipe.trace.peak_live.items()})
+        live.append({str(stage): count for stage, count in pipe.trace.peak_in_flight.items()})
         pairs = [(name, item.grad, expected[step][name]) for name, item in pipe.named_parameters()]
         if max(len(ranks) for ranks in plan.schedule.placement) == 1:
             pairs += [(name, item, buffers[step][name]) for name, item in pipe.named_buffers()]

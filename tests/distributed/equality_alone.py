@@ -31,7 +31,7 @@ class Alone:
 
     losses: list[float]
     evaluated: list[float]
-    """losses in evaluation mode of the same mini-batches, after the steps"""
+    """losses in evaluation mode of the same global batches, after the steps"""
     gradients: list[dict[str, Tensor]]
     """summed over the steps so far; those without one are left out. Empty where weights are updated"""
     buffers: dict[Share, list[dict[str, Tensor]]]
@@ -47,7 +47,7 @@ def make_optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim
 
 
 def train_alone(case: Case, captured: Captured, *, shares: Sequence[Share]) -> Alone:
-    """The module itself in eager, micro-batch by micro-batch, losses weighted as in the whole mini-batch.
+    """The module itself in eager, micro-batch by micro-batch, losses weighted as in the whole global batch.
 
     With dropout the uncut graph, whose random nodes are seeded by step and micro-batch as the pipeline's are. The
     captured model is left as it is. `shares` says whose batch-norm statistics to follow besides its own.
@@ -96,7 +96,7 @@ def _forward(case: Case, captured: Captured) -> tuple[nn.Module, Forward]:
 
 
 def _step(case: Case, module: nn.Module, forward: Forward, step: int) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one mini-batch."""
+    """Loss and gradients of one global batch."""
     loss_fn, samples = SUBJECTS[case.model].loss, sum(case.sizes)
     module.zero_grad()
     total, count = 0.0, 0
@@ -116,7 +116,7 @@ def _step(case: Case, module: nn.Module, forward: Forward, step: int) -> tuple[f
 
 
 def _evaluation(case: Case, module: nn.Module, step: int) -> float:
-    """The loss of a mini-batch in evaluation mode, in eager."""
+    """The loss of a global batch in evaluation mode, in eager."""
     loss_fn, samples = SUBJECTS[case.model].loss, sum(case.sizes)
     total, count = 0.0, 0
     module.eval()
@@ -137,7 +137,7 @@ def _own_loss(output: Any) -> Tensor:
 
 
 def microbatches(case: Case, step: int) -> Iterator[tuple[Any, Any]]:
-    """The mini-batch of a step, cut by hand."""
+    """The global batch of a step, cut by hand."""
     leaves, structure = flatten(make_batch(case.model, case.numbers, step, sum(case.sizes)))
     first = 0
     for size in case.sizes:

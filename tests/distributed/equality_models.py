@@ -204,7 +204,7 @@ def _all_digits() -> tuple[Tensor, Tensor]:
 
 
 def _digits(seed: int, size: int) -> tuple[Tensor, Tensor]:
-    """The mini-batch number `seed` of scikit-learn's handwritten digits, shuffled once an epoch."""
+    """The global batch number `seed` of scikit-learn's handwritten digits, shuffled once an epoch."""
     pictures, classes = _all_digits()
     epoch, place = divmod(seed, len(classes) // size)
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(epoch))

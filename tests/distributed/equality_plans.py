@@ -47,12 +47,12 @@ class Case:
     size: int = SIZE
     """samples of a micro-batch"""
     data: str = "everywhere"
-    """who is given the mini-batch: all ranks, or those that need it"""
+    """who is given the global batch: all ranks, or those that need it"""
     training: str = "accumulate"
     """accumulate gradients of all steps, or update with adamw or sgd"""
     steps: int = 2
     evaluate: bool = False
-    """after every step, on its mini-batch"""
+    """after every step, on its global batch"""
 
     @property
     def name(self) -> str:
@@ -148,7 +148,7 @@ def make_plan(case: Case, layers: Sequence[str], *, fingerprint: str | None = No
                 weight_bytes=0.0,
                 memory_bytes=0.0,
                 memory_capacity=CPU.memory,
-                peak_features=1.0,
+                in_flight=1.0,
             )
         )
     cluster = Cluster(

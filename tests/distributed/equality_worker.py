@@ -105,7 +105,7 @@ def run_case(case: Case, captured: Captured, alone: Alone) -> dict[str, Any]:
                 inputs, targets = inputs if needs_data else None, targets if is_last else None
             losses.append(pipe.step(inputs, targets))
             assert pipe.trace is not None
-            live.append(pipe.trace.peak_live)
+            live.append(pipe.trace.peak_in_flight)
             if case.evaluate:
                 evaluated.append(pipe.evaluate(inputs, targets))
             del inputs, targets
@@ -132,7 +132,7 @@ def run_case(case: Case, captured: Captured, alone: Alone) -> dict[str, Any]:
         "all_parameters": [name for name, _ in own.module.named_parameters()],
         "wrongly_none": _wrongly_none(pipe, alone) if optimizer is None else [],
         "gradient_hashes": {name: _hash(item.grad) for name, item in pipe.named_parameters()},
-        "peak_live": live,
+        "peak_in_flight": live,
         "graphs": {stage: item.peak for stage, item in graphs.items()},
         "received": received.peak,
         "sent": sent.peak,

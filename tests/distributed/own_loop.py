@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--slow", type=int, default=-1)
-    parser.add_argument("--samples", type=int, help="of a mini-batch, where it is not the planned one")
+    parser.add_argument("--samples", type=int, help="of a global batch, where it is not the planned one")
     parser.add_argument("--own-group", action="store_true", help="make the process group here")
     parser.add_argument("--environment", action="store_true", help="leave the node's name, too")
     options = parser.parse_args()

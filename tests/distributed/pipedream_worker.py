@@ -81,7 +81,7 @@ def _run_case(case: PipeDreamCase, captured: Captured) -> dict[str, Any] | None:
             "weights": {name: item.detach().clone() for name, item in pipe.named_parameters()},
             "versions": [trace.weight_versions for trace in traces],
             "counted": counted,
-            "live": [trace.peak_live for trace in traces],
+            "live": [trace.peak_in_flight for trace in traces],
             "order": [action for step in sorted(traces[0].events) for action, _, _ in traces[0].events[step]],
             "losses": [loss for trace in traces for loss in trace.losses],
         }

@@ -111,7 +111,7 @@ def make_plan(
                 weight_bytes=float(profile.weight_bytes[span].sum()),
                 memory_bytes=0.0,
                 memory_capacity=CPU.memory,
-                peak_features=1.0,
+                in_flight=1.0,
             )
         )
     unpredicted = Prediction(

@@ -161,7 +161,7 @@ def _check_memory(case: Case, rank: int, found: dict[str, Any]) -> None:
         ranks = schedule.placement[stage]
         own = len(range(ranks.index(rank), schedule.num_microbatches, len(ranks)))
         live = min(own, schedule.caps[stage] // len(ranks))
-        assert [step[str(stage)] for step in found["peak_live"]] == [live] * case.steps
+        assert [step[str(stage)] for step in found["peak_in_flight"]] == [live] * case.steps
         graphs = found["graphs"][str(stage)]
         if stage in schedule.parted_stages():
             assert graphs <= live  # the watched node lies above all weights, so those that wait may not hold it

@@ -106,7 +106,7 @@ def _check_live(case: AdvancedCase, ranks: list[dict[str, Any]]) -> None:
     )
     timeline = simulate(schedule, costs)
     for rank, found in enumerate(ranks):
-        predicted = _of_rank(timeline, rank).peak_live()
+        predicted = _of_rank(timeline, rank).peak_in_flight()
         for stage in schedule.stages_of(rank):
             assert [step[str(stage)] for step in found["live"]] == [predicted[stage]] * len(found["live"])
             again = bool(((timeline.kinds == Kind.R) & (timeline.stages == stage)).any())

@@ -144,7 +144,7 @@ def test_a_stopped_rank_is_found_though_all_wait_for_each_other(tmp_path: Path, 
     assert not Path(f"/proc/{ranks[3]}").exists(), "torchrun would have waited for it"
 
 
-def test_a_mini_batch_other_than_planned_is_refused_by_every_rank(torchrun: Any) -> None:
+def test_a_global_batch_other_than_planned_is_refused_by_every_rank(torchrun: Any) -> None:
     process = torchrun("--samples", "31")
     _, error = _lines(process)
     assert process.returncode == 1
@@ -211,7 +211,7 @@ def test_what_is_not_planned_is_refused_before_anything_runs(monkeypatch: pytest
         ((inputs, targets[:-1]), r"the target has 31 samples, the plan is for a global batch of 32; give so many"),
         ((inputs.float(), targets), r"input 0 is float32, the model was captured with float64; convert it"),
         ((inputs[:, 1:], targets), r"input 0 has shape \(32, 63\), the model was captured for \(32, 64\); give"),
-        ((None, targets), r"rank 0 needs the inputs, got None; give every rank the mini-batch"),
+        ((None, targets), r"rank 0 needs the inputs, got None; give every rank the global batch"),
     ):
         with pytest.raises(BaPipeError, match=message):
             pipe.step(*wrong)

@@ -79,7 +79,7 @@ def test_versions_are_as_many_as_are_needed(results: dict[str, dict[str, Any]], 
 def test_the_order_is_the_simulated_one_without_a_pause(
     results: dict[str, dict[str, Any]], case: PipeDreamCase
 ) -> None:
-    """Endless 1F1B over all mini-batches: steps follow one another without draining."""
+    """Endless 1F1B over all global batches: steps follow one another without draining."""
     count = case.steps // 2 * case.microbatches
     endless = pipedream(case.stages, count)
     for stage, lane in enumerate(endless.lanes):
@@ -118,7 +118,7 @@ def test_plan_run_and_compare(tmp_path: Path) -> None:
         outputs.append(done.stdout)
     record = read_run(run)
     assert record.weight_versions == (2, 1)
-    assert record.peak_live == (2, 1)
+    assert record.peak_in_flight == (2, 1)
     assert record.transfers is None
     assert record.check is not None
     assert record.check.passed

@@ -102,7 +102,7 @@ def _follows(record: RunRecord, plan: Plan) -> None:
         events = [event for event in record.events if event.rank == lane.rank]
         assert tuple(event.action for event in events) == lane.actions
         assert all(before.end <= after.start for before, after in itertools.pairwise(events))
-    assert record.peak_live == caps_of(plan) == tuple(to_timeline(record).peak_live())
+    assert record.peak_in_flight == caps_of(plan) == tuple(to_timeline(record).peak_in_flight())
     ends = {event.action: event.end for event in record.events}
     starts = {event.action: event.start for event in record.events}
     assert record.transfers is not None
@@ -216,7 +216,7 @@ def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
     environment = _environment(SLURM_JOB_NODELIST="this[1-2]")
     environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
     output = _all([f"bash {tmp_path}/job.sh"], environment)
-    assert "gradients differ from one process on the whole mini-batch by at most" in output
+    assert "gradients differ from one process on the whole global batch by at most" in output
     record = read_run(tmp_path / "run 1.json")
     assert record.world_size == 3
 

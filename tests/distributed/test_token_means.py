@@ -1,4 +1,4 @@
-"""Losses that are means over tokens have the gradients of the whole mini-batch in one process."""
+"""Losses that are means over tokens have the gradients of the whole global batch in one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _check(case: TokenCase, ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gradients_are_those_of_the_whole_mini_batch(case: TokenCase, trained: Results) -> None:
+def test_gradients_are_those_of_the_whole_global_batch(case: TokenCase, trained: Results) -> None:
     """Two steps whose gradients add up, and what evaluation says; one micro-batch has no label at all."""
     _check(case, trained[case.name])
 
@@ -89,4 +89,4 @@ def test_a_run_warns_once_and_its_check_sees_what_is_wrong(tmp_path: Path) -> No
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("it is not known over what the loss is a mean") == 1
     assert done.stderr.count("wrap it in bapipe.torch.token_mean") == 1
-    assert "gradients differ from one process on the whole mini-batch by at most" in done.stderr
+    assert "gradients differ from one process on the whole global batch by at most" in done.stderr

@@ -1,4 +1,4 @@
-"""Ranks that train with token means, each of which compares with the whole mini-batch in one process.
+"""Ranks that train with token means, each of which compares with the whole global batch in one process.
 
 Usage: token_mean_worker.py FOLDER [full]. The reference is the module itself in eager: one forward of all samples,
 one loss, one backward; nothing of BaPipe is in it. Every rank leaves result-<case>-<rank>.json.
@@ -44,7 +44,7 @@ class Subject:
     batch: Callable[[int, int], tuple[Any, Any]]
     loss: Callable[[Any, Any], Any] | None
     whole: Callable[[Any, Any], Tensor] | None = None
-    """the loss of the whole mini-batch, where `loss` does not return it"""
+    """the loss of the whole global batch, where `loss` does not return it"""
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -244,7 +244,7 @@ def main(folder: Path, cases: tuple[TokenCase, ...]) -> int:
 
 
 def run_case(case: TokenCase, captured: Captured) -> dict[str, Any]:
-    """Two mini-batches whose gradients add up, each also evaluated; or a few updates of PipeDream."""
+    """Two global batches whose gradients add up, each also evaluated; or a few updates of PipeDream."""
     own = dataclasses.replace(captured, module=copy.deepcopy(captured.module))
     plan = make_plan(case.plain, [layer.name for layer in own.layers], fingerprint=own.fingerprint)
     subject = SUBJECTS[case.model]

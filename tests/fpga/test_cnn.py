@@ -53,7 +53,7 @@ def test_a_cut_inside_a_layer_sends_its_input_and_the_outputs_so_far() -> None:
 def test_a_linear_layers_loops_follow_from_its_flops() -> None:
     layer = Layer(
         name="fc", kind="linear", forward_flops=2.0 * 300 * 20, parameters=6020, output_elements=20,
-        stash_elements=300, split=Split(channels=20),
+        saved_elements=300, split=Split(channels=20),
     )  # fmt: skip
     network = make_network(Model(name="m", layers=(layer,), input_elements=300))
     loops = network.layers[0].geometry
@@ -64,7 +64,7 @@ def test_a_linear_layers_loops_follow_from_its_flops() -> None:
 def test_a_kernel_that_is_not_square_is_told_by_its_flops() -> None:
     layer = Layer(
         name="c", kind="conv", forward_flops=2.0 * 4 * 8 * 7 * 100, parameters=224, output_elements=800,
-        stash_elements=400, conv=(4, 8, 7, 10, 10),
+        saved_elements=400, conv=(4, 8, 7, 10, 10),
     )  # fmt: skip
     loops = make_network(Model(name="m", layers=(layer,), input_elements=400)).layers[0].geometry
     assert loops is not None
@@ -78,6 +78,6 @@ def test_what_has_no_modules_is_refused() -> None:
     with pytest.raises(BaPipeError, match=r"'layer1.0' has no convolution dimensions.*allocation=fluid"):
         make_network(builtin_model("resnet50"))
     assert make_network(builtin_model("resnet50"), allocation="fluid").weights == 25_557_032
-    pool = Layer(name="p", kind="pool", forward_flops=0, parameters=0, output_elements=1, stash_elements=1)
+    pool = Layer(name="p", kind="pool", forward_flops=0, parameters=0, output_elements=1, saved_elements=1)
     with pytest.raises(BaPipeError, match="no convolution or linear layer"):
         make_network(Model(name="m", layers=(pool,), input_elements=1))

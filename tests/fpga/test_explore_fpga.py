@@ -1,4 +1,4 @@
-"""Planning FPGA clusters: Table VI, the schedule's choice, closed forms, deployment, rivals, refusals."""
+"""Planning FPGA clusters: Table VI, the schedule's choice, closed forms, deployment, alternatives, refusals."""
 
 from __future__ import annotations
 
@@ -163,11 +163,11 @@ def test_stages_share_every_layer_whole() -> None:
 
 def test_data_parallel_shares_finish_together() -> None:
     found = explore_fpga(CHAIN, chain_of([board_type("a", dsp=3000), board_type("b")]), Request(minibatch=100))
-    for rival in found.alternatives:
-        assert sum(item.images for item in rival.replicas) == 100
-        assert rival.time is not None
-        seconds = [max(item.compute, item.ddr) for item in rival.replicas]
-        ends = [item.images * time for item, time in zip(rival.replicas, seconds, strict=True)]
+    for alternative in found.alternatives:
+        assert sum(item.images for item in alternative.replicas) == 100
+        assert alternative.time is not None
+        seconds = [max(item.compute, item.ddr) for item in alternative.replicas]
+        ends = [item.images * time for item, time in zip(alternative.replicas, seconds, strict=True)]
         assert max(ends) - min(ends) <= max(seconds)
 
 

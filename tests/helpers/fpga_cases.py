@@ -26,7 +26,7 @@ def conv_model(shapes: Sequence[tuple[int, int, int, int, int]], *, name: str = 
                 forward_flops=2.0 * weights * height * width,
                 parameters=weights,
                 output_elements=float(outputs * height * width),
-                stash_elements=arriving,
+                saved_elements=arriving,
                 split=Split(channels=outputs) if outputs > 1 else None,
                 conv=(inputs, outputs, kernel, height, width),
             )

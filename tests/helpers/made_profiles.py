@@ -14,13 +14,17 @@ def made_profile(
     *,
     boundary: Sequence[float] | None = None,
     weights: Sequence[float] | None = None,
-    stash: Sequence[float] | None = None,
+    saved_activations: Sequence[float] | None = None,
     sizes: Sequence[int] = (1, 2, 4),
     split: dict[int, int] | None = None,
 ) -> Profile:
     """Layers whose forward is a third of `work` seconds per sample, linear in the micro-batch."""
     count = len(next(iter(work.values())))
-    boundary, weights, stash = boundary or [0.0] * count, weights or [0.0] * count, stash or [0.0] * count
+    boundary, weights, saved_activations = (
+        boundary or [0.0] * count,
+        weights or [0.0] * count,
+        saved_activations or [0.0] * count,
+    )
     return Profile(
         model=ModelRef(name="made"),
         dtype="fp32",
@@ -42,7 +46,9 @@ def made_profile(
                 backward=tuple(tuple(size * value * 2 / 3 for value in times) for size in sizes),
                 boundary_forward=tuple(tuple(size * float(value) for value in boundary) for size in sizes),
                 boundary_backward=tuple(tuple(size * float(value) for value in boundary) for size in sizes),
-                stash=tuple(tuple(size * float(value) for value in stash) for size in sizes),
+                saved_activations=tuple(
+                    tuple(size * float(value) for value in saved_activations) for size in sizes
+                ),
                 update=(0.0,) * count,
             )
             for name, times in work.items()

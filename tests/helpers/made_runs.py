@@ -70,7 +70,7 @@ def made_run(plan: Plan, timeline: Timeline, *, outside: float = 0.0, **changes:
                 transfers.source, transfers.to_rank, transfers.start, transfers.arrival, strict=True
             )
         ),
-        peak_live=tuple(timeline.peak_live()),
+        peak_in_flight=tuple(timeline.peak_in_flight()),
         peak_memory=(None,) * ranks,
     )
     return replace(record, **changes)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ OTHERS = {
         for schedule in ("1f1b-sno", "1f1b-so", "gpipe", "zb", "zb-h1", "zb-h2", "interleaved", "pipedream")
     },
 }
-STAGE_WORDS = ("accelerators", "first_layer", "last_layer", "fractions", "recompute", "peak_features")
+STAGE_WORDS = ("accelerators", "first_layer", "last_layer", "fractions", "recompute", "in_flight")
 STAGE_FIGURES = (
     "forward",
     "backward",
@@ -102,7 +102,11 @@ def planned(case: Case) -> dict[str, Any]:
     words["stages"] = [{key: stage[key] for key in STAGE_WORDS if key in stage} for stage in found["stages"]]
     figures = [found[key] for key in ("time", "lower_bound", "bubble")]
     figures += [stage[key] for stage in found["stages"] for key in STAGE_FIGURES if key in stage]
-    figures += [figure for rival in found["rivals"] for figure in (rival["time"], rival["memory_bytes"])]
+    figures += [
+        figure
+        for alternative in found["alternatives"]
+        for figure in (alternative["time"], alternative["memory_bytes"])
+    ]
     return {"words": words, "figures": figures}
 
 

@@ -99,7 +99,7 @@ def run_of(plan: Plan, *, slower: float = 1.25) -> RunRecord:
                 sent.source, sent.to_rank, sent.start, sent.arrival, strict=True
             )
         ),
-        peak_live=(1,) * len(plan.stages),
+        peak_in_flight=(1,) * len(plan.stages),
         peak_memory=(123_000_000,) * timeline.num_ranks,
     )
 
@@ -125,8 +125,9 @@ def hostile(plan: Plan) -> Plan:
         plan,
         model=replace(plan.model, name=HOSTILE[0] + HOSTILE[5]),
         stages=tuple(replace(stage, layers=tuple(names[: len(stage.layers)])) for stage in plan.stages),
-        rivals=tuple(
-            replace(rival, name=names[place], reason=names[place + 1]) for place, rival in enumerate(plan.rivals)
+        alternatives=tuple(
+            replace(alternative, name=names[place], reason=names[place + 1])
+            for place, alternative in enumerate(plan.alternatives)
         ),
         notes=HOSTILE,
     )

@@ -70,7 +70,7 @@ def test_every_table_is_sound(name: str) -> None:
     for layer in model.layers:
         assert layer.forward_flops >= 0
         assert layer.output_elements > 0
-        assert layer.stash_elements > 0
+        assert layer.saved_elements > 0
         assert 0 <= (layer.elementwise_elements or 0) <= (layer.moved_elements or 0)
         assert (layer.weight_flops or 0) <= layer.forward_flops
         assert layer.shares_weights_with is None or layer.shares_weights_with in names
@@ -107,12 +107,12 @@ def test_cuts_inside_a_residual_carry_the_skip() -> None:
     assert named(model, "layer2.1.conv1").output_elements == 128 * 28**2 + projected
 
 
-def test_stash_is_what_autograd_was_seen_to_keep() -> None:
+def test_saved_activations_is_what_autograd_was_seen_to_keep() -> None:
     """Unique saved storages of one image, measured with torch: VGG-16 18.315 M elements, ResNet-50 21.531 M."""
-    assert sum(layer.stash_elements for layer in builtin_model("vgg16").layers) == pytest.approx(
+    assert sum(layer.saved_elements for layer in builtin_model("vgg16").layers) == pytest.approx(
         18.315e6, rel=2e-3
     )
-    assert sum(layer.stash_elements for layer in builtin_model("resnet50").layers) == pytest.approx(
+    assert sum(layer.saved_elements for layer in builtin_model("resnet50").layers) == pytest.approx(
         21.531e6, rel=5e-3
     )
 
@@ -133,10 +133,10 @@ def test_gnmt_cuts_and_stash() -> None:
         "decoder-3": 2,
         "decoder-4": 1,
     }
-    assert named(model, "encoder-3").stash_elements / size == 7.25
-    assert named(model, "decoder-3").stash_elements / size == 8.25
-    assert 50 < named(model, "decoder-1").stash_elements / size < 60
-    assert named(model, "classifier").stash_elements == size + 50 * 32320
+    assert named(model, "encoder-3").saved_elements / size == 7.25
+    assert named(model, "decoder-3").saved_elements / size == 8.25
+    assert 50 < named(model, "decoder-1").saved_elements / size < 60
+    assert named(model, "classifier").saved_elements == size + 50 * 32320
 
 
 def test_splits() -> None:

@@ -36,7 +36,7 @@ def test_convolution_fills_in_the_rest(tmp_path: Path) -> None:
     assert layer.forward_flops == 2 * 3 * 8 * 9 * 20
     assert layer.parameters == 3 * 8 * 9 + 8
     assert layer.output_elements == 160
-    assert layer.stash_elements == 10
+    assert layer.saved_elements == 10
     assert layer.split == Split(channels=8)
 
 
@@ -44,14 +44,14 @@ def test_what_is_said_wins_over_the_convolution(tmp_path: Path) -> None:
     (layer,) = read(
         tmp_path, HEAD + CONV + "parameters = 216\nstash_elements = 1\nsplit = 0\nforward_flops = 7\n"
     ).layers
-    assert (layer.parameters, layer.stash_elements, layer.split, layer.forward_flops) == (216, 1, None, 7)
+    assert (layer.parameters, layer.saved_elements, layer.split, layer.forward_flops) == (216, 1, None, 7)
 
 
 def test_defaults_of_other_layers(tmp_path: Path) -> None:
     second = LAYER.replace('"a"', '"b"') + 'shares_weights_with = "a"\nerror_elements = 0\nkernels = 3\n'
     first, layer = read(tmp_path, HEAD + LAYER + second).layers
-    assert (first.kind, first.stash_elements, first.split) == ("layer", 10, None)
-    assert layer.stash_elements == 20
+    assert (first.kind, first.saved_elements, first.split) == ("layer", 10, None)
+    assert layer.saved_elements == 20
     assert layer.moved_elements == 60
     assert (layer.shares_weights_with, layer.error_elements, layer.kernels) == ("a", 0, 3)
 

@@ -54,7 +54,7 @@ def test_every_k_can_be_run(first: int, replicas: list[int], microbatches: int) 
     schedule = capped(len(replicas), microbatches, caps, replicas=replicas)
     require_valid(schedule)
     timeline = simulate(schedule, Costs.of(len(replicas), forward=1.0, backward=2.0, transfer=0.5))
-    for live, cap in zip(timeline.peak_live(), schedule.caps or (), strict=True):
+    for live, cap in zip(timeline.peak_in_flight(), schedule.caps or (), strict=True):
         assert live <= cap
 
 
@@ -70,11 +70,11 @@ def test_k_changes_in_flight_micro_batches_memory_and_time() -> None:
     lean, usual, rich = (plan_of(cap=cap) for cap in (2, 4, 10))
     for plan, caps in ((lean, (2, 2, 2, 1)), (usual, (4, 3, 2, 1)), (rich, (10, 7, 4, 1))):
         assert (plan.schedule.name, plan.schedule.caps) == ("1f1b", caps)
-        assert tuple(stage.peak_features for stage in plan.stages) == caps
+        assert tuple(stage.in_flight for stage in plan.stages) == caps
         for stage, live in zip(plan.stages, caps, strict=True):
             static = 2 * stage.weight_bytes + stage.buffer_bytes + stage.workspace_bytes
             assert not stage.recompute
-            assert stage.memory_bytes == pytest.approx(static + live * stage.stash_bytes, rel=1e-12)
+            assert stage.memory_bytes == pytest.approx(static + live * stage.saved_bytes, rel=1e-12)
     totals = [sum(stage.memory_bytes for stage in plan.stages) for plan in (lean, usual, rich)]
     assert totals == sorted(totals)
     assert totals[0] < totals[2]

@@ -62,7 +62,7 @@ def test_a_pipeline_wins_where_weights_are_large_and_boundaries_small() -> None:
     profile = alike(boundary=[1.0] * 8, weights=[1e9] * 8)
     plan = make_plan(explore(profile, made_cluster({"x": 4}, bandwidth=1e8), Request(minibatch=64)))
     assert plan.kind == "pipeline"
-    dp = [rival for rival in plan.rivals if rival.name.startswith("data parallelism")]
+    dp = [alternative for alternative in plan.alternatives if alternative.name.startswith("data parallelism")]
     assert dp
     assert "slower" in dp[0].reason
 
@@ -75,7 +75,7 @@ def test_accumulation_is_compared_at_the_same_minibatch() -> None:
 
 def test_memory_is_a_hard_limit_and_shapes_the_choice() -> None:
     # Every micro-batch keeps 1 byte a layer: gpipe's 16 at 4 layers a stage do not fit in 40 bytes, 1f1b's 2 do.
-    profile = alike(count=8, stash=[1.0] * 8, sizes=(1,))
+    profile = alike(count=8, saved_activations=[1.0] * 8, sizes=(1,))
     cluster = made_cluster({"x": 2}, memory=40.0)
     found = explore(profile, cluster, Request(minibatch=16, stages=2))
     assert found.best.short is None

@@ -30,8 +30,8 @@ SO = Request(minibatch=8, microbatch=1, stages=2, schedule="1f1b-so")
 
 
 def alike() -> Profile:
-    """Four layers of 3 s and 300 kB of features a sample."""
-    return made_profile({"x": [3.0] * 4}, stash=[3e5] * 4, weights=[1e5] * 4)
+    """Four layers of 3 s and 300 kB of activations a sample."""
+    return made_profile({"x": [3.0] * 4}, saved_activations=[3e5] * 4, weights=[1e5] * 4)
 
 
 def planned(request: Request = SO, **cluster: float) -> tuple[Plan, Subject]:
@@ -94,21 +94,21 @@ def test_the_search_the_plan_and_the_report_follow_the_memory_of_a_stage(monkeyp
     def heavier(chain: Chain) -> UnitBytes:
         """The first layer keeps a megabyte more."""
         found = true(chain)
-        more = found.stash.copy()
+        more = found.saved_activations.copy()
         more[0] += MORE
-        return replace(found, stash=more)
+        return replace(found, saved_activations=more)
 
     monkeypatch.setattr(UnitBytes, "of", heavier)
     after, subject = planned()
-    live = before.stages[0].peak_features
+    live = before.stages[0].in_flight
     assert after.stages[0].memory_bytes == pytest.approx(before.stages[0].memory_bytes + live * MORE)
     assert after.stages[1].memory_bytes == before.stages[1].memory_bytes
-    assert parts_of(subject)[0].features == pytest.approx(parts_of(shown)[0].features + live * MORE)
-    assert subject.memory.ranks[0].peak_features == pytest.approx(parts_of(subject)[0].features)
+    assert parts_of(subject)[0].activations == pytest.approx(parts_of(shown)[0].activations + live * MORE)
+    assert subject.memory.ranks[0].peak_activations == pytest.approx(parts_of(subject)[0].activations)
     chain = make_chain(alike(), ["x"], 1)
     assert isinstance(stage_bytes(chain, 0, 1), StageBytes)
-    assert stage_bytes(chain, 0, 1).stash == weighed.stash + MORE
-    assert every_run_bytes(chain).stash[0, 1] == weighed.stash + MORE
+    assert stage_bytes(chain, 0, 1).saved_activations == weighed.saved_activations + MORE
+    assert every_run_bytes(chain).saved_activations[0, 1] == weighed.saved_activations + MORE
     for one, other in zip(alternatives, analytic_alternatives(chain, Hardware(cluster=two()), 8), strict=True):
         assert other.memory == pytest.approx(one.memory + MORE)
     # The balanced cut does not fit any more: the first stage gives a layer away.
@@ -120,15 +120,15 @@ def test_schedules_the_search_the_plan_and_the_report_follow_the_microbatches_in
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before, shown = planned()
-    assert [stage.peak_features for stage in before.stages] == [4, 2]
+    assert [stage.in_flight for stage in before.stages] == [4, 2]
     true = inflight.most_inflight
     monkeypatch.setattr(inflight, "most_inflight", lambda *asked: true(*asked) + 1)
     after, subject = planned()
-    assert [stage.peak_features for stage in after.stages] == [5, 3]
+    assert [stage.in_flight for stage in after.stages] == [5, 3]
     assert after.schedule.caps == (5, 3)
     for stage, one, other in zip(before.stages, parts_of(shown), parts_of(subject), strict=True):
-        assert stage.stash_bytes is not None
-        assert other.features == pytest.approx(one.features + stage.stash_bytes)
+        assert stage.saved_bytes is not None
+        assert other.activations == pytest.approx(one.activations + stage.saved_bytes)
     assert make_schedule("1f1b-sno", 2, 8).caps == (3, 2)
     assert make_schedule("1f1b-so", 2, 8, replicas=[2, 1]).caps == (8, 3)
     assert make_schedule("zb-h1", 2, 8).caps == (3, 3)

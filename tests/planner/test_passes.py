@@ -133,7 +133,7 @@ def test_the_explanation_does_not_change_the_plan() -> None:
 
 def test_what_the_paper_cannot_fit_is_explained_too() -> None:
     """The paper's partitions do not recompute; a plan that does may fit where none of them does."""
-    profile = made_profile({"x": [1.0] * 4}, weights=[8.0] * 4, stash=[10.0] * 4, sizes=(1,))
+    profile = made_profile({"x": [1.0] * 4}, weights=[8.0] * 4, saved_activations=[10.0] * 4, sizes=(1,))
     cluster = made_cluster({"x": 2}, memory=60.0)
     request = Request(minibatch=8, schedule="1f1b", stages=2)
     found = explore(profile, cluster, request, explain=True)

@@ -41,7 +41,7 @@ def _plan(stages: int = 2, **request: object) -> Plan:
 def test_it_must_be_asked_for() -> None:
     free = _plan()
     assert free.schedule.flushes
-    assert not any("pipedream" in rival.name for rival in free.rivals)
+    assert not any("pipedream" in alternative.name for alternative in free.alternatives)
     asked = _plan(schedule="pipedream")
     assert asked.schedule.name == "pipedream"
     assert not asked.schedule.flushes
@@ -78,7 +78,7 @@ def test_time_is_steady_periods_with_an_update_each(stages: int) -> None:
 
 
 def test_memory_has_the_versions() -> None:
-    """Stage i holds N − i versions of its weights, so N − i − 1 more than 1F1B, which has as many features."""
+    """Stage i holds N − i versions of its weights, N − i − 1 more than 1F1B, which saves as many activations."""
     one, other = _plan(4, schedule="pipedream", strategy="time"), _plan(4, schedule="1f1b-sno", strategy="time")
     for stage, (mine, plain) in enumerate(zip(one.stages, other.stages, strict=True)):
         assert (mine.first_layer, mine.last_layer) == (plain.first_layer, plain.last_layer)
@@ -125,7 +125,7 @@ def test_steady_is_compared_with_steady() -> None:
     assert found.outside_seconds == pytest.approx(0, abs=1e-12)
     for row in found.stages:
         assert row.backward.error == pytest.approx(0)
-        assert row.live.predicted == row.live.measured == len(plan.stages) - row.stage
+        assert row.in_flight.predicted == row.in_flight.measured == len(plan.stages) - row.stage
         assert row.exposed is None
         assert row.bubble.measured == pytest.approx(1 - row.busy.measured / seconds)
 

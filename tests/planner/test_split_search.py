@@ -50,7 +50,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         {"x": draw(figures)},
         boundary=[value / 4 for value in draw(figures)],
         weights=draw(figures),
-        stash=draw(figures),
+        saved_activations=draw(figures),
         sizes=(1,),
         split=split,
     )
@@ -65,13 +65,13 @@ def profiles(draw: st.DrawFn) -> Profile:
     least = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(row), max_size=len(row)))
     passing = tuple(share * out for share, out in zip(least, made.table("x").boundary_forward[0], strict=True))
     taken = (0.0, *made.table("x").boundary_forward[0][:-1])
-    kept = tuple(min(pair) for pair in zip(taken, made.table("x").stash[0], strict=True))
+    kept = tuple(min(pair) for pair in zip(taken, made.table("x").saved_activations[0], strict=True))
     table = replace(
         made.table("x"),
         kept_input=draw(st.sampled_from([None, (kept,), ((0.0,) * count,)])),
         part_forward=(row,),
         part_backward=(row,),
-        part_stash=(row,),
+        part_saved_activations=(row,),
         library=library,
         passing_forward=(passing,),
         passing_backward=(passing,),
@@ -112,7 +112,7 @@ def straightforward(chain: Chain, count: int, live: list[int], memory: float) ->
             needed = stage_bytes(chain, first, last)
             times.append(work_of(chain, first, last))
             static = 2 * needed.weights + needed.buffers + needed.workspace
-            fits &= static + live[index] * needed.stash <= memory * (1 + 1e-12)
+            fits &= static + live[index] * needed.saved_activations <= memory * (1 + 1e-12)
         if fits:
             found.append((sum(times), max(times)))
     return found
@@ -157,7 +157,7 @@ def test_all_runs_at_once_are_weighed_and_timed_as_one_by_one(profile: Profile) 
     weighed = every_run_bytes(chain)
     for run in runs:
         own = stage_bytes(chain, *run)
-        for name in ("weights", "stash", "delayed", "buffers", "workspace"):
+        for name in ("weights", "saved_activations", "delayed", "buffers", "workspace"):
             assert getattr(weighed, name)[run] == pytest.approx(getattr(own, name)), (name, run)
         assert weighed.kept[run[0], 0] == own.kept
     assert alone.work.tolist() == pytest.approx([work_of(chain, *run) for run in runs])

@@ -83,8 +83,10 @@ def test_layers_are_split_in_as_many_slices() -> None:
 
 def test_the_plan_judges_by_the_constants_of_its_search() -> None:
     wide = replace(DEFAULT_TUNING, as_fast=0.9)
-    assert any("slower" in rival.reason for rival in make_plan(found(DEFAULT_TUNING)).rivals)
-    assert not any("slower" in rival.reason for rival in make_plan(found(wide)).rivals if rival.time)
+    assert any("slower" in alternative.reason for alternative in make_plan(found(DEFAULT_TUNING)).alternatives)
+    assert not any(
+        "slower" in alternative.reason for alternative in make_plan(found(wide)).alternatives if alternative.time
+    )
 
 
 def test_a_large_problem_may_split_layers() -> None:

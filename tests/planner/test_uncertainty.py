@@ -60,7 +60,10 @@ def test_without_an_error_nothing_is_weighed() -> None:
     prediction = make_plan(found).prediction
     assert prediction.low is None
     assert prediction.high is None
-    assert len(race_candidates(found)) == 1
+    chosen, *others = race_candidates(found, limit=3)
+    assert race_candidates(found, limit=1) == (chosen,) == (make_plan(found),)
+    fastest = [own.time for own in found.considered if own is not found.best and own.short is None]
+    assert [plan.prediction.time for plan in others] == fastest[:2]
 
 
 def test_factors_have_the_spread_that_was_asked_for_and_come_in_mirrored_pairs() -> None:
@@ -107,9 +110,13 @@ def test_the_range_lies_around_the_time_and_is_written_and_read(knowing: Explora
     assert low is not None
     assert high is not None
     assert low < plan.prediction.time < high
-    timed = [rival for rival in plan.rivals if rival.time is not None and "by formula" not in rival.name]
+    timed = [
+        alternative
+        for alternative in plan.alternatives
+        if alternative.time is not None and "by formula" not in alternative.name
+    ]
     assert timed
-    assert all(rival.low is not None and rival.high is not None for rival in timed)
+    assert all(alternative.low is not None and alternative.high is not None for alternative in timed)
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
 
@@ -124,7 +131,7 @@ def test_more_error_makes_a_wider_range(knowing: Exploration, unsure: Exploratio
 
 
 def test_within_the_error_no_percentage_is_given(unsure: Exploration) -> None:
-    reasons = [rival.reason for rival in make_plan(unsure).rivals]
+    reasons = [alternative.reason for alternative in make_plan(unsure).alternatives]
     assert any(reason.startswith("within error of the best") for reason in reasons)
 
 

@@ -18,13 +18,16 @@ from bapipe.schedule.zero_bubble import zero_bubble
 from bapipe.units import format_bytes
 from made_profiles import made_cluster, made_profile
 
-LAYERS, STASH, WEIGHTS = 4, 10.0, 1.0
+LAYERS, SAVED, WEIGHTS = 4, 10.0, 1.0
 REQUEST = Request(minibatch=16, microbatch=1, stages=LAYERS)
 
 
 def profile_with(*, delayed: float | None, weight_share: float = 0.5) -> Profile:
     made = made_profile(
-        {"x": [3.0] * LAYERS}, stash=[STASH] * LAYERS, weights=[WEIGHTS] * LAYERS, boundary=[1.0] * LAYERS
+        {"x": [3.0] * LAYERS},
+        saved_activations=[SAVED] * LAYERS,
+        weights=[WEIGHTS] * LAYERS,
+        boundary=[1.0] * LAYERS,
     )
     table = made.table("x")
     return replace(
@@ -58,7 +61,7 @@ def behind(schedule) -> list[int]:  # type: ignore[no-untyped-def]
 
 def test_weight_gradients_wait_as_long_as_memory_allows() -> None:
     """Less memory, shorter delays, more time; never more memory than there is."""
-    profile, found = profile_with(delayed=STASH), []
+    profile, found = profile_with(delayed=SAVED), []
     for memory in (60.0, 80.0, 100.0, 120.0, 1e9):
         best = planned(profile, memory, "zb")
         assert max(best.memory) <= memory
@@ -69,7 +72,7 @@ def test_weight_gradients_wait_as_long_as_memory_allows() -> None:
 
 
 def test_it_fits_where_alike_depths_do_not() -> None:
-    profile = profile_with(delayed=STASH)
+    profile = profile_with(delayed=SAVED)
     free = planned(profile, 1e9, "zb-h2")
     tight = max(free.memory) - 1
     with pytest.raises(InfeasibleError):
@@ -80,21 +83,21 @@ def test_it_fits_where_alike_depths_do_not() -> None:
 
 
 def test_what_is_let_go_counts() -> None:
-    light, heavy = (planned(profile_with(delayed=size), 1e9, "zb-h2") for size in (STASH / 10, STASH))
+    light, heavy = (planned(profile_with(delayed=size), 1e9, "zb-h2") for size in (SAVED / 10, SAVED))
     unknown = planned(profile_with(delayed=None), 1e9, "zb-h2")
     assert light.time == heavy.time == unknown.time
     assert heavy.memory == unknown.memory
     # The last stage holds one micro-batch whole and six that wait for their weight gradients.
-    assert heavy.memory[-1] - light.memory[-1] == pytest.approx(6 * STASH * 9 / 10)
+    assert heavy.memory[-1] - light.memory[-1] == pytest.approx(6 * SAVED * 9 / 10)
 
 
 def test_nothing_waits_where_there_is_nothing_to_defer() -> None:
-    best = planned(profile_with(delayed=STASH, weight_share=0.001), 1e9, "zb")
+    best = planned(profile_with(delayed=SAVED, weight_share=0.001), 1e9, "zb")
     assert behind(best.schedule) == [1] * LAYERS
 
 
 def test_of_plans_as_fast_the_lightest_is_taken() -> None:
-    """The last layer is the largest and has no weights: zb-h2 holds its features all the same, zb does not.
+    """The last layer is the largest and has no weights: zb-h2 holds its activations all the same, zb does not.
 
     With so many micro-batches no order is made for the times of the stages, which would be faster than both.
     """
@@ -102,7 +105,7 @@ def test_of_plans_as_fast_the_lightest_is_taken() -> None:
     table = profile.table("x")
     large = replace(
         table,
-        stash=tuple((*row[:-1], 3 * row[-1]) for row in table.stash),
+        saved_activations=tuple((*row[:-1], 3 * row[-1]) for row in table.saved_activations),
         weight_gradient=tuple((*row[:-1], 0.0) for row in table.weight_gradient or ()),
     )
     cluster = made_cluster({"x": LAYERS}, memory=1e9, bandwidth=2.0)
@@ -112,8 +115,8 @@ def test_of_plans_as_fast_the_lightest_is_taken() -> None:
     assert len(level) > 1
     assert max(found.best.memory) == min(max(item.memory) for item in level)
     plan = make_plan(found)
-    rival = next(item for item in plan.rivals if item.name.startswith("zb-h2"))
-    assert rival.reason == f"as fast; {format_bytes(rival.memory_bytes - max(found.best.memory))} more"
+    alternative = next(item for item in plan.alternatives if item.name.startswith("zb-h2"))
+    assert alternative.reason == f"as fast; {format_bytes(alternative.memory_bytes - max(found.best.memory))} more"
 
 
 def test_a_plan_for_another_optimizer_than_was_timed_says_so() -> None:
@@ -131,7 +134,7 @@ def test_a_plan_for_another_optimizer_than_was_timed_says_so() -> None:
 
 def test_an_order_made_for_the_stages_is_faster_where_they_differ() -> None:
     """Only the first layer and the last have weight gradients to put off."""
-    profile = profile_with(delayed=STASH)
+    profile = profile_with(delayed=SAVED)
     table = profile.table("x")
     uneven = tuple((row[0], 0.0, 0.0, row[-1]) for row in table.weight_gradient or ())
     cluster = made_cluster({"x": LAYERS}, memory=1e9, bandwidth=2.0)
@@ -147,7 +150,9 @@ def test_an_order_made_for_the_stages_is_faster_where_they_differ() -> None:
 
 def test_cuts_move_where_that_shortens_the_order() -> None:
     """The middle layers have nothing to put off, so the ends can have more of the work."""
-    made = made_profile({"x": [6.0] * LAYERS}, stash=[1.0] * LAYERS, split=dict.fromkeys(range(LAYERS), 12))
+    made = made_profile(
+        {"x": [6.0] * LAYERS}, saved_activations=[1.0] * LAYERS, split=dict.fromkeys(range(LAYERS), 12)
+    )
     table = made.table("x")
     uneven = tuple((0.5 * row[0], 0.0, 0.0, 0.5 * row[-1]) for row in table.backward)
     profile = replace(made, accelerators={"x": replace(table, weight_gradient=uneven)})

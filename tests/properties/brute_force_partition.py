@@ -79,12 +79,12 @@ def _teams(problem: Problem, left: list[int], place: int | None) -> Iterator[tup
 
 def _memory(problem: Problem, piece: Piece, behind: int) -> int:
     live = math.ceil(min(problem.microbatches, int(problem.inflight[behind])) / piece.replicas)
-    stash = sum(int(problem.stash_bytes[layer]) for layer in range(piece.first, piece.stop))
+    saved_activations = sum(int(problem.saved_bytes[layer]) for layer in range(piece.first, piece.stop))
     memory = sum(int(problem.weights_bytes[layer]) for layer in range(piece.first, piece.stop))
     memory += int(problem.overhead[piece.type])
     if piece.recompute:
-        return memory + live * int(problem.input_bytes[piece.first]) + stash
-    return memory + live * stash
+        return memory + live * int(problem.input_bytes[piece.first]) + saved_activations
+    return memory + live * saved_activations
 
 
 def time_of(problem: Problem, plan: Plan) -> tuple[float, float, float]:

@@ -50,7 +50,7 @@ def problem_of(seed: int) -> Problem:
         send_backward=send[1],
         duplex_half=coin(),
         weights_bytes=bytes_(0, 6, layers),
-        stash_bytes=bytes_(0, 6, layers),
+        saved_bytes=bytes_(0, 6, layers),
         input_bytes=bytes_(0, 6, layers),
         gradient_bytes=bytes_(0, 3, layers),
         capacity=np.full(types, UNLIMITED) if coin() else bytes_(10, 12 * layers, types),

@@ -111,7 +111,7 @@ class TestClosedForms:
         costs = Costs.of(N, forward=F, backward=I + W, weight_gradient=W)
         timeline = simulate(zb_h1(N, M), costs)
         assert timeline.time == M * (F + I + W) + (N - 1) * (F + I - W)
-        assert timeline.peak_live() == [min(M, N)] * N
+        assert timeline.peak_in_flight() == [min(M, N)] * N
 
     @given(N=STAGES, more=st.integers(0, 20), F=TIME, I=TIME, W=TIME)
     def test_zb_h2(self, N: int, more: int, F: int, I: int, W: int) -> None:  # noqa: E741
@@ -123,7 +123,7 @@ class TestClosedForms:
         work = M * (F + I + W)
         assert max(timeline.spans()) == work + (N - 1) * (F + I - 2 * W)
         assert timeline.makespan == work + (N - 1) * max(F, F + I - 2 * W)
-        assert timeline.peak_live() == [2 * N - 1] * N
+        assert timeline.peak_in_flight() == [2 * N - 1] * N
 
 
 class TestOrders:
@@ -172,7 +172,7 @@ class TestOrders:
     @given(case=capped_cases())
     def test_peak_is_the_cap(self, case: tuple[list[int], Costs, int]) -> None:
         caps, costs, M = case
-        assert simulate(capped(len(caps), M, caps), costs).peak_live() == [min(M, cap) for cap in caps]
+        assert simulate(capped(len(caps), M, caps), costs).peak_in_flight() == [min(M, cap) for cap in caps]
 
 
 class TestBounds:

@@ -57,7 +57,7 @@ def record() -> RunRecord:
             TransferRecord(action="1B0", to_rank=0, start=3.5, arrival=4.0),
             TransferRecord(action="1B1", to_rank=0, start=5.5, arrival=6.0),
         ),
-        peak_live=(2, 1),
+        peak_in_flight=(2, 1),
         peak_memory=(10, None),
     )
 
@@ -82,7 +82,7 @@ def test_the_timeline_is_what_was_recorded(record: RunRecord) -> None:
     assert timeline.time == 8.0
     assert timeline.busy() == [5.0, 5.0]
     assert timeline.bubble == pytest.approx(1 - 10 / 16)
-    assert timeline.peak_live() == [2, 1]
+    assert timeline.peak_in_flight() == [2, 1]
     assert timeline.exposed_communication() == [1.0, 0.5]
     assert timeline.microbatches[timeline.kinds == Kind.U].tolist() == [-1, -1]
 
@@ -135,7 +135,7 @@ def test_what_ranks_say_becomes_one_record() -> None:
             events=(("0F1", 12.0, 13.0), ("1F0", 13.0, 14.0)),
             sent={},
             arrived={"0F0": 12.5},
-            peak_live={0: 3, 1: 1},
+            peak_in_flight={0: 3, 1: 1},
             peak_memory=7,
             device="cuda",
         ),
@@ -145,14 +145,14 @@ def test_what_ranks_say_becomes_one_record() -> None:
             events=(("0F0", 10.0, 11.0),),
             sent={"0F0": (1, 11.0)},
             arrived={},
-            peak_live={0: 2},
+            peak_in_flight={0: 2},
             peak_memory=900,
         ),
     )
     assert record.environment.hosts == ("a", "b")
     assert record.environment.devices == ("cpu", "cuda")
     assert record.environment.transport == "pinned"
-    assert record.peak_live == (3, 1)
+    assert record.peak_in_flight == (3, 1)
     assert record.peak_memory == (900, 7)
     assert record.memory_source == ("resident", "allocated")
     assert record.events[0] == EventRecord(rank=0, action="0F0", start=0.0, end=1.0)
@@ -168,11 +168,11 @@ def test_a_rank_with_one_stage_may_say_one_number() -> None:
         events=(("0F0", 0.0, 1.0),),
         sent={},
         arrived={},
-        peak_live=4,
+        peak_in_flight=4,
         peak_memory=None,
         memory_source="allocated",
     )
-    assert _gathered(said).peak_live == (4,)
+    assert _gathered(said).peak_in_flight == (4,)
     assert _gathered(said).memory_source == ("allocated",)
 
 
@@ -211,7 +211,7 @@ def test_another_file_is_refused(record: RunRecord, tmp_path: Path) -> None:
     for change, message in (
         ({"schema": "bapipe.plan/1"}, "expected 'bapipe.run/1'; give the right file"),
         ({"schema": "bapipe.run/0"}, "make it again"),
-        ({"peak_lives": [1]}, "unknown key 'peak_lives' .did you mean 'peak_live'"),
+        ({"peak_in_flights": [1]}, "unknown key 'peak_in_flights' .did you mean 'peak_in_flight'"),
         ({"world_size": "two"}, "world_size: expected a whole number"),
     ):
         (tmp_path / "run.json").write_text(json.dumps({**data, **change}), encoding="utf-8")
@@ -225,5 +225,5 @@ def test_the_example_is_a_run_of_two_ranks() -> None:
     assert record.world_size == timeline.num_ranks == 2
     assert record.check is not None
     assert record.check.passed
-    assert tuple(timeline.peak_live()) == record.peak_live
+    assert tuple(timeline.peak_in_flight()) == record.peak_in_flight
     assert 0 < timeline.time <= max(step.seconds for step in record.steps)

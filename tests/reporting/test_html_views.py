@@ -35,7 +35,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def _untold(plan: Plan) -> Plan:
     """As a plan of before the stages told what they hold."""
     return replace(
-        plan, stages=tuple(replace(stage, stash_bytes=None, memory_parts=None) for stage in plan.stages)
+        plan, stages=tuple(replace(stage, saved_bytes=None, memory_parts=None) for stage in plan.stages)
     )
 
 
@@ -55,7 +55,7 @@ def test_memory_adds_up_to_the_plan_s_peak(shape: str) -> None:
             parts = astuple(rank.parts)
             assert min(parts) >= 0.0
             assert sum(parts) == pytest.approx(rank.peak)
-            drawn = sum(rank.beside_features().values()) + rank.peak_features
+            drawn = sum(rank.beside_activations().values()) + rank.peak_activations
             assert drawn == pytest.approx(rank.peak, rel=1e-6)
     copies = {"sgd": 0, "momentum": 1, "adam": 2}[plan.optimizer]
     for rank in exact.ranks:
@@ -63,8 +63,8 @@ def test_memory_adds_up_to_the_plan_s_peak(shape: str) -> None:
         assert (parts.weights, parts.gradients) == pytest.approx((weights, weights))
         assert parts.optimizer == pytest.approx(copies * weights)
         assert parts.workspace == pytest.approx(max(plan.stages[n].workspace_bytes or 0.0 for n in rank.stages))
-        assert rank.features.min() >= -1.0
-        assert rank.features[-1] == pytest.approx(0, abs=1.0)
+        assert rank.activations.min() >= -1.0
+        assert rank.activations[-1] == pytest.approx(0, abs=1.0)
         assert (np.diff(rank.times) >= 0).all()
 
 
@@ -78,7 +78,7 @@ def test_memory_by_another_rule_is_not_split_wrongly() -> None:
 
 def test_the_report_shows_the_parts_that_stand_in_the_plan() -> None:
     plan, _ = planned("straight")
-    parts = MemoryParts(weights=1.0, gradients=2.0, optimizer=3.0, features=4.0, buffers=5.0, workspace=6.0)
+    parts = MemoryParts(weights=1.0, gradients=2.0, optimizer=3.0, activations=4.0, buffers=5.0, workspace=6.0)
     told = replace(plan, stages=tuple(replace(s, memory_parts=parts, memory_bytes=21.0) for s in plan.stages))
     view = memory_view(told, plan_timeline(plan))
     assert view.exact
@@ -276,9 +276,9 @@ def test_actions_that_touch_still_touch() -> None:
 def test_features_over_time_peak_where_the_peak_is() -> None:
     plan, _ = planned("straight")
     timeline = plan_timeline(plan)
-    stash = [float(3 + number) for number in range(4)]
-    series = timeline.bytes_over_time(stash)
-    assert [float(level.max()) for _, level in series] == timeline.peak_bytes_by_rank(stash)
+    saved_activations = [float(3 + number) for number in range(4)]
+    series = timeline.bytes_over_time(saved_activations)
+    assert [float(level.max()) for _, level in series] == timeline.peak_bytes_by_rank(saved_activations)
 
 
 def test_text_is_cut_without_control_characters() -> None:

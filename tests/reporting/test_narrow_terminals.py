@@ -84,7 +84,7 @@ def test_no_figure_of_the_stages_is_cut(name: str, width: int) -> None:
         backward = format_seconds(stage.backward)
         assert f"+ {backward} " in row
         assert format_bytes(stage.memory_bytes) in row
-        assert f" {stage.peak_features:g} " in row
+        assert f" {stage.in_flight:g} " in row
         sends = "–" if number + 1 == len(plan.stages) else format_bytes(stage.send_forward_bytes)
         assert row.rstrip().endswith(f" {sends}")
     # Names wrap; put together again they are whole.
@@ -99,10 +99,12 @@ def test_no_figure_of_the_stages_is_cut(name: str, width: int) -> None:
 def test_ranges_stand_behind_times_and_are_not_cut() -> None:
     plan, _ = planned("straight")
     prediction = replace(plan.prediction, time=0.0847, low=0.0791, high=0.0928)
-    rivals = tuple(replace(rival, time=0.0851, low=0.0795, high=0.0934) for rival in plan.rivals[:3])
-    text = shown(render_plan(replace(plan, prediction=prediction, rivals=rivals)))
+    alternatives = tuple(
+        replace(alternative, time=0.0851, low=0.0795, high=0.0934) for alternative in plan.alternatives[:3]
+    )
+    text = shown(render_plan(replace(plan, prediction=prediction, alternatives=alternatives)))
     assert "84.7 ms (79–93)" in re.sub(r"\s+", " ", text)
-    assert text.count("(80–93)") == len(rivals)
+    assert text.count("(80–93)") == len(alternatives)
 
 
 def test_the_comparison_is_not_cut_either() -> None:
@@ -142,11 +144,11 @@ def test_a_name_is_no_markup() -> None:
         plan,
         model=replace(plan.model, name=MARKUP),
         stages=tuple(replace(stage, layers=(MARKUP,) * len(stage.layers)) for stage in plan.stages),
-        rivals=tuple(replace(way, name=MARKUP, reason=MARKUP) for way in plan.rivals),
+        alternatives=tuple(replace(way, name=MARKUP, reason=MARKUP) for way in plan.alternatives),
         notes=(MARKUP,),
     )
     text = shown(render_plan(named), width=140)
-    assert text.count(MARKUP) >= 2 + 2 * min(8, len(plan.rivals)) + len(plan.stages)
+    assert text.count(MARKUP) >= 2 + 2 * min(8, len(plan.alternatives)) + len(plan.stages)
 
 
 def test_the_commands_print_names_as_they_are(tmp_path: Path) -> None:

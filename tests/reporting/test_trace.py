@@ -78,7 +78,7 @@ def test_a_small_trace() -> None:
     assert [(event["tid"], event["ts"]) for event in of_phase(events, "f")] == [(2, 2.0), (1, 6.0)]
 
 
-def test_lanes_are_threads_and_the_mini_batch_has_no_micro_batch() -> None:
+def test_lanes_are_threads_and_the_global_batch_has_no_micro_batch() -> None:
     fbp = trace_events(simulate(make_schedule("fbp-as", 2, 3), Costs.of(2, forward=1, backward=2)))
     assert [event["args"]["name"] for event in fbp if event["name"] == "thread_name"] == [
         "rank 0 forward",

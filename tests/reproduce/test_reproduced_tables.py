@@ -142,7 +142,7 @@ def test_the_profiles_say_where_they_come_from(name: str) -> None:
 def test_the_profiles_are_pipedream_s(name: str, graph: str, batch: int) -> None:
     published = scaled_profile(published_profile(graph, batch=batch), [32, 64])
     theirs, restated = (item.accelerators[PIPEDREAM_ACCELERATOR] for item in (published, model_profile(name)))
-    for field in ("forward", "backward", "boundary_forward", "boundary_backward", "stash"):
+    for field in ("forward", "backward", "boundary_forward", "boundary_backward", "saved_activations"):
         for one, other in zip(getattr(theirs, field), getattr(restated, field), strict=True):
             assert other == pytest.approx(one, rel=1e-6), field
     assert published.weight_bytes.tolist() == model_profile(name).weight_bytes.tolist()

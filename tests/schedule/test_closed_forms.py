@@ -43,8 +43,8 @@ class TestTableI:
 
     def test_features_memory(self, case: tuple[int, int, int, int, int]) -> None:
         N = case[0]
-        assert simulated("1f1b-as", *case).peak_features == [N - i + 1 for i in range(1, N + 1)]
-        assert simulated("fbp-as", *case).peak_features == [2 * (N - i + 1) for i in range(1, N + 1)]
+        assert simulated("1f1b-as", *case).peak_activations == [N - i + 1 for i in range(1, N + 1)]
+        assert simulated("fbp-as", *case).peak_activations == [2 * (N - i + 1) for i in range(1, N + 1)]
 
     def test_weights_memory(self, case: tuple[int, int, int, int, int]) -> None:
         assert simulated("1f1b-as", *case).weights_memory == [2] * case[0]
@@ -78,8 +78,8 @@ class TestTableII:
 
     def test_features_memory(self, case: tuple[int, int, int, int, int]) -> None:
         N = case[0]
-        assert simulated("1f1b-sno", *case).peak_features == [N - i + 1 for i in range(1, N + 1)]
-        assert simulated("1f1b-so", *case).peak_features == [2 * (N - i + 1) for i in range(1, N + 1)]
+        assert simulated("1f1b-sno", *case).peak_activations == [N - i + 1 for i in range(1, N + 1)]
+        assert simulated("1f1b-so", *case).peak_activations == [2 * (N - i + 1) for i in range(1, N + 1)]
 
     def test_weights_memory(self, case: tuple[int, int, int, int, int]) -> None:
         assert simulated("1f1b-sno", *case).weights_memory == [2] * case[0]
@@ -98,11 +98,11 @@ def test_printed_row(name: str, case: tuple[int, int, int, int, int]) -> None:
     assert got.time == row["time"] == got.closed_form
     assert got.closed_form_valid
     assert got.bubble == pytest.approx(row["bubble"])
-    assert got.peak_features == row["features"]
+    assert got.peak_activations == row["activations"]
     assert got.bandwidth_demand == pytest.approx(row["bandwidth"])
 
 
 def test_features_never_exceed_the_microbatches() -> None:
     """The paper leaves out the min with M."""
-    assert simulated("1f1b-so", 4, 3, 10, 20, 5).peak_features == [3, 3, 3, 2]
-    assert simulated("fbp-as", 4, 3, 10, 20, 5).peak_features == [3, 3, 3, 2]
+    assert simulated("1f1b-so", 4, 3, 10, 20, 5).peak_activations == [3, 3, 3, 2]
+    assert simulated("fbp-as", 4, 3, 10, 20, 5).peak_activations == [3, 3, 3, 2]

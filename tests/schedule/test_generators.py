@@ -140,7 +140,7 @@ def test_zb_with_caps_and_delays_of_its_own() -> None:
     assert schedule.parted_stages() == {0, 1}
     assert make_schedule("1f1b", 2, 4, caps=[3, 1]).parted_stages() == set()
     timeline = simulate(schedule, Costs.of(2, forward=1.0, backward=2.0))
-    assert timeline.peak_live() == [4, 1]
+    assert timeline.peak_in_flight() == [4, 1]
     assert zero_bubble(3, 4, [3, 2, 1]).lanes == make_schedule("zb-h1", 3, 4).lanes
     assert make_schedule("zb", 2, 4, caps=[3, 1]).lanes == make_schedule("zb-h2", 2, 4).lanes
     with pytest.raises(BaPipeError, match="2 stages need 2 delays of at least 0"):

@@ -37,7 +37,7 @@ def test_they_take_as_long_as_one_of_its_share_and_hold_as_much() -> None:
     costs = Costs.of(3, forward=[1.0, 2.0, 1.5], backward=[2.0, 3.0, 2.5], transfer=0.25)
     alone, both = simulate(zb_h1(3, 6), costs), simulate(make_schedule("zb-h1", 3, 12, replicas=[2, 2, 2]), costs)
     assert both.time == pytest.approx(alone.time)
-    assert both.peak_live() == [2 * live for live in alone.peak_live()]
+    assert both.peak_in_flight() == [2 * live for live in alone.peak_in_flight()]
 
 
 def test_their_sums_come_before_their_updates() -> None:

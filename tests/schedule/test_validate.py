@@ -120,7 +120,7 @@ def test_cap() -> None:
 
 
 def test_cap_counts_until_the_weight_gradient() -> None:
-    """A split backward holds the features until W."""
+    """A split backward holds the activations until W."""
     assert check(schedule_of("0F0 0I0 0W0 0F1 0I1 0W1", caps=(1,))) == []
     assert "over its cap of 1" in complaint(schedule_of("0F0 0I0 0F1 0W0 0I1 0W1", caps=(1,)))[0]
 

@@ -43,7 +43,7 @@ def test_k_is_planned_told_and_said_again(tmp_path: Path) -> None:
     )
     plans = [plan_question(question).plan for question in (lean, rich)]
     assert [plan.schedule.caps for plan in plans] == [(2, 2, 2, 1), (10, 7, 4, 1)]
-    assert [[stage.peak_features for stage in plan.stages] for plan in plans] == [[2, 2, 2, 1], [10, 7, 4, 1]]
+    assert [[stage.in_flight for stage in plan.stages] for plan in plans] == [[2, 2, 2, 1], [10, 7, 4, 1]]
     assert draft_question(rich) is None
     parts = answer_parts(rich)
     words = shlex.split(parts["command.sh"])

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
-from bapipe.errors import BaPipeError, DeadlockError
-from bapipe.schedule.actions import Action, Kind, Lane
+from bapipe.errors import DeadlockError
+from bapipe.schedule.actions import Action, Lane
 from bapipe.schedule.generators import (
-    capped,
     data_parallel,
     interleaved,
     make_schedule,
     with_recompute,
     with_update,
 )
-from bapipe.simulator.lowering import Network, Route, lower
-from bapipe.simulator.simulate import Costs, simulate, steady_period
+from bapipe.simulator.lowering import Network, lower
+from bapipe.simulator.simulate import Costs, simulate
 from bapipe.simulator.summary import summarise
-from bapipe.simulator.timeline import Timeline, Transfers
-
-
-def starts(timeline: Timeline) -> dict[str, float]:
-    """Action -> start. Of replicas' A and U the last one counts."""
-    return {name: start for name, (start, _) in times(timeline).items()}
-
-
-def times(timeline: Timeline) -> dict[str, tuple[float, float]]:
-    found = {}
-    for index in range(len(timeline.kinds)):
-        microbatch = int(timeline.microbatches[index])
-        kind = Kind(int(timeline.kinds[index]))
-        action = Action(int(timeline.stages[index]), kind, None if microbatch < 0 else microbatch)
-        found[str(action)] = (float(timeline.start[index]), float(timeline.end[index]))
-    return found
+from bapipe.simulator.timeline import Transfers
+from simulated_times import starts, times
 
 
 def test_unequal_stages_and_links() -> None:
@@ -58,125 +42,10 @@ def test_unequal_stages_and_links() -> None:
     assert timeline.busy() == [12, 16]
     assert timeline.bubble == pytest.approx(1 - 28 / 50)
     assert timeline.spans() == [25, 16]
-    assert timeline.peak_live() == [2, 1]
+    assert timeline.peak_in_flight() == [2, 1]
     # Rank 0 waits 11–13 and 19–21 for errors under way, rank 1 waits 2–3 for the first activation.
     assert timeline.exposed_communication() == [4, 1]
     assert sorted(timeline.transfers.arrival) == [3, 5, 13, 21]
-
-
-class TestLinks:
-    def test_transfers_of_one_direction_queue(self) -> None:
-        costs = Costs.of(2, forward=1, backward=1, transfer=5)
-        assert simulate(make_schedule("gpipe", 2, 3), costs).time == 34
-
-    def test_latency_only_links_do_not_queue(self) -> None:
-        costs = Costs.of(2, forward=1, backward=1, transfer=5)
-        timeline = simulate(make_schedule("gpipe", 2, 3), costs, Network(latency_only=True))
-        assert sorted(timeline.transfers.arrival)[:3] == [6, 7, 8]
-        assert timeline.time == 18
-
-    def test_half_duplex(self) -> None:
-        # 1B0 ends at 7 and must wait until 9 for the activation of micro-batch 1 to leave the link.
-        costs = Costs.of(2, forward=1, backward=1, transfer=4)
-        schedule = make_schedule("1f1b-sno", 2, 2)
-        assert simulate(schedule, costs).time == 16
-        shared = simulate(schedule, costs, Network(duplex="half"))
-        assert shared.time == 18
-        assert sorted(shared.transfers.start) == [1, 5, 9, 13]
-
-    def test_shared_bus(self) -> None:
-        costs = Costs.of(3, forward=1, backward=1, transfer=3)
-        schedule = make_schedule("gpipe", 3, 2)
-        assert simulate(schedule, costs).time == 24
-        shared = simulate(schedule, costs, Network(duplex="shared"))
-        assert sorted(shared.transfers.start) == [1, 4, 7, 10, 15, 18, 21, 24]
-        assert shared.time == 28
-
-    def test_cut_through(self) -> None:
-        schedule = make_schedule("1f1b-as", 2, 1)
-        hidden, longer = (Costs.of(2, forward=4, backward=4, transfer=transfer) for transfer in (2, 6))
-        assert simulate(schedule, hidden).time == 16
-        # The activation leaves at 0 and arrives at 6; the error leaves at 10 and arrives at 16.
-        assert starts(simulate(schedule, longer)) == {"0F0": 0, "1F0": 6, "1B0": 10, "0B0": 16}
-        assert simulate(schedule, longer, Network(sending="after-compute")).time == 28
-
-    def test_bandwidth_and_latency(self) -> None:
-        # 100 bytes at 50 bytes/s and 1 s of latency: a link is free again after 2 s, the data is there after 3 s.
-        routes = {
-            (0, 1): Route(seconds_per_unit=1 / 50, latency=1),
-            (1, 0): Route(seconds_per_unit=1 / 50, latency=1),
-        }
-        costs = Costs.of(2, forward=1, backward=1, transfer=100)
-        timeline = simulate(make_schedule("gpipe", 2, 2), costs, Network(routes=routes))
-        assert sorted(timeline.transfers.start)[:2] == [1, 3]
-        assert sorted(timeline.transfers.arrival)[:2] == [4, 6]
-
-    def test_routes_may_share_a_link(self) -> None:
-        routes = {pair: Route(link="switch") for pair in ((0, 1), (1, 0), (1, 2), (2, 1))}
-        costs = Costs.of(3, forward=1, backward=1, transfer=3)
-        schedule = make_schedule("gpipe", 3, 2)
-        assert simulate(schedule, costs, Network(routes=routes)).time == 28
-
-    def test_missing_route(self) -> None:
-        costs = Costs.of(2, forward=1, backward=1, transfer=1)
-        with pytest.raises(BaPipeError, match="no link from rank 1 to rank 0; add it"):
-            simulate(make_schedule("gpipe", 2, 2), costs, Network(routes={(0, 1): Route()}))
-
-    def test_virtual_stages_on_one_rank_need_no_link(self) -> None:
-        costs = Costs.of(1, forward=2, backward=2, transfer=100).split(2)
-        timeline = simulate(interleaved(1, 2, virtual=2), costs)
-        assert len(timeline.transfers) == 0
-        assert timeline.time == 8
-        assert timeline.exposed_communication() == [0]
-
-
-class TestBlocking:
-    def test_both_ranks_stand_still(self) -> None:
-        #        0 1 2 3 4 5 6 7 8 9 . 1 2 3 4 5 6 7
-        # rank 0 F0 ─ × F1 ─ .  .  . × B0 ─ ─ .  . × B1 ─ ─     × exchange
-        # rank 1      × F0 ─ B0 ─ ─ × F1 ─ B1 ─ ─ ×
-        costs = Costs.of(2, forward=2, backward=3, transfer=1)
-        timeline = simulate(make_schedule("1f1b-sno", 2, 2), costs, Network(sending="blocking"))
-        assert starts(timeline) == {
-            "0F0": 0,
-            "0F1": 3,
-            "0B0": 9,
-            "0B1": 15,
-            "1F0": 3,
-            "1B0": 5,
-            "1F1": 9,
-            "1B1": 11,
-        }
-        assert timeline.time == 18
-        assert sorted(timeline.transfers.start) == [2, 8, 8, 14]
-        assert timeline.busy() == [10, 10]
-
-    def test_transfers_know_their_source(self) -> None:
-        costs = Costs.of(3, forward=2, backward=3, transfer=1)
-        timeline = simulate(make_schedule("1f1b-sno", 3, 4), costs, Network(sending="blocking"))
-        for index, source in enumerate(timeline.transfers.source):
-            assert timeline.transfers.start[index] >= timeline.end[source]
-            towards = 1 if timeline.kinds[source] == 0 else -1
-            assert timeline.transfers.to_rank[index] == timeline.ranks[source] + towards
-        assert (timeline.consumers() >= 0).all()
-
-    def test_bytes(self) -> None:
-        routes = {pair: Route(seconds_per_unit=0.5, latency=1) for pair in ((0, 1), (1, 0))}
-        costs = Costs.of(2, forward=2, backward=3, transfer=4)
-        timeline = simulate(make_schedule("1f1b-sno", 2, 1), costs, Network(sending="blocking", routes=routes))
-        assert timeline.time == 2 + 3 + 2 + 3 + 3 + 3
-
-    def test_deadlock_names_ranks_and_actions(self) -> None:
-        costs = Costs.of(2, forward=1, backward=1).split(2)
-        with pytest.raises(
-            DeadlockError, match=r"rank 0 at \d[FB]\d, rank 1 at \d[FB]\d wait for ever; use links"
-        ):
-            simulate(interleaved(2, 4), costs, Network(sending="blocking"))
-
-    def test_lanes_that_run_at_once_cannot_block(self) -> None:
-        costs = Costs.of(2, forward=1, backward=1)
-        with pytest.raises(BaPipeError, match="fbp-as runs F and B at once"):
-            simulate(make_schedule("fbp-as", 2, 4), costs, Network(sending="blocking"))
 
 
 class TestReplicas:
@@ -199,7 +68,7 @@ class TestReplicas:
         assert timeline.time == 13
         assert timeline.busy() == [5, 3, 8]  # all-reduce is communication
         assert timeline.bubble == pytest.approx(1 - 16 / 39)
-        assert timeline.peak_live() == [3, 1]
+        assert timeline.peak_in_flight() == [3, 1]
 
     def test_data_parallel(self) -> None:
         timeline = simulate(data_parallel(4, 2), Costs.of(1, forward=1, backward=2, all_reduce=5, update=1))
@@ -245,7 +114,7 @@ class TestRecompute:
         assert simulate(schedule, costs).peak_bytes_by_rank([10.0]) == [20]
         recomputed = simulate(with_recompute(schedule), costs)
         assert recomputed.peak_bytes_by_rank([10.0], [1.0]) == [11]
-        assert recomputed.peak_live() == [2]
+        assert recomputed.peak_in_flight() == [2]
 
     def test_memory_of_some_stages(self) -> None:
         schedule = with_recompute(make_schedule("1f1b-sno", 2, 4), [0])
@@ -254,7 +123,7 @@ class TestRecompute:
 
 
 class TestMemory:
-    def test_bytes_are_the_cap_times_the_stash(self) -> None:
+    def test_bytes_are_the_cap_times_the_saved_activations(self) -> None:
         timeline = simulate(make_schedule("1f1b-so", 3, 8), Costs.of(3, forward=1, backward=2))
         assert timeline.peak_bytes_by_rank([100.0, 10.0, 1.0]) == [600, 40, 2]
 
@@ -263,11 +132,11 @@ class TestMemory:
         timeline = simulate(interleaved(2, 4, virtual=2), costs)
         # Rank 0 runs 0F0 0F1 2F0 2F1 0F2 2B0 0F3: then 4 of stage 0 and 1 of stage 2 live at once.
         assert timeline.peak_bytes_by_rank([10.0, 0.0, 1.0, 0.0])[0] == 41
-        assert timeline.peak_features() == [2.5, 1.5]
+        assert timeline.peak_activations() == [2.5, 1.5]
 
     def test_features_of_a_split_backward_live_until_w(self) -> None:
         timeline = simulate(make_schedule("zb-h1", 3, 6), Costs.of(3, forward=1, backward=2))
-        assert timeline.peak_live() == [3, 3, 3]
+        assert timeline.peak_in_flight() == [3, 3, 3]
 
 
 class TestFbp:
@@ -317,63 +186,6 @@ class TestFbp:
         assert after == (4 + 3 - 1) * 3 + slots * 2
 
 
-class TestPipeDream:
-    def test_time_is_the_steady_period(self) -> None:
-        schedule = make_schedule("pipedream", 2, 10)
-        costs = Costs.of(2, forward=(1, 2), backward=(2, 4), transfer=1)
-        timeline = simulate(schedule, costs)
-        assert timeline.period == 6  # the slower stage; the loop takes (3 + 6 + 2)/2
-        assert timeline.time == 60
-        assert timeline.makespan > timeline.time
-        assert timeline.bubble == pytest.approx(1 - (30 + 60) / 120)
-
-    def test_weight_versions(self) -> None:
-        schedule, costs = make_schedule("pipedream", 3, 10), Costs.of(3, forward=1, backward=2)
-        summary = summarise(schedule, costs, simulate(schedule, costs))
-        assert summary.weights_memory == [4, 3, 2]
-        assert summary.period == 3
-        assert summary.closed_form == 30
-
-    def test_loop_of_uniform_stages(self) -> None:
-        schedule, costs = make_schedule("pipedream", 4, 10), Costs.of(4, forward=10, backward=20, transfer=5)
-        assert steady_period(schedule, costs) == 30 + 2 * 5 * 3 / 4
-
-    def test_links_bound_the_period(self) -> None:
-        schedule = make_schedule("pipedream", 2, 10)
-        costs = Costs.of(2, forward=1, backward=1, transfer=7)
-        assert steady_period(schedule, costs) == (4 + 14) / 2
-        assert steady_period(schedule, costs, Network(duplex="half")) == 14
-        more = capped(2, 10, [20, 1])
-        assert steady_period(more, costs) == 7
-        assert steady_period(more, costs, Network(latency_only=True)) == 2
-        assert steady_period(more, costs, Network(duplex="shared")) == 14
-
-    def test_latency_does_not_hold_the_link(self) -> None:
-        routes = {pair: Route(latency=100.0) for pair in ((0, 1), (1, 0))}
-        costs = Costs.of(2, forward=1, backward=1, transfer=7)
-        assert steady_period(capped(2, 10, [200, 1]), costs, Network(routes=routes)) == 7
-
-    def test_cut_through_hides_what_the_compute_covers(self) -> None:
-        schedule = make_schedule("1f1b-as", 4, 10)
-        assert steady_period(schedule, Costs.of(4, forward=10, backward=20, transfer=10)) == 30
-
-    @pytest.mark.parametrize(
-        ("schedule", "network", "message"),
-        [
-            (make_schedule("interleaved", 2, 4), None, "interleaved has no caps, so it has no steady period"),
-            (
-                make_schedule("pipedream", 4, 4),
-                Network(sending="blocking"),
-                "no known steady period with blocking",
-            ),
-            (capped(4, 4, [1, 2, 1, 1]), None, "stage 0 may hold 1 micro-batches but stage 1 wants 2"),
-        ],
-    )
-    def test_where_there_is_none(self, schedule: object, network: Network | None, message: str) -> None:
-        with pytest.raises(BaPipeError, match=message):
-            steady_period(schedule, Costs.of(4, forward=1, backward=1), network)  # type: ignore[arg-type]
-
-
 class TestZeroBubble:
     def test_weight_gradient_is_half_the_backward_unless_given(self) -> None:
         assert Costs.of(2, forward=1, backward=3).weight_gradient == (1.5, 1.5)
@@ -397,50 +209,6 @@ class TestBandwidthDemand:
     def test_two_accelerators_of_fbp_read_as_the_table(self) -> None:
         timeline = simulate(make_schedule("fbp-as", 2, 4), Costs.of(2, forward=4, backward=2))
         assert timeline.bandwidth_demand() == pytest.approx(2 / 6)
-
-
-class TestCosts:
-    def test_one_value_for_all_or_one_each(self) -> None:
-        costs = Costs.of(3, forward=1, backward=[2, 3, 4], transfer=[5, 6])
-        assert costs.forward == (1, 1, 1)
-        assert costs.backward == (2, 3, 4)
-        assert costs.send_forward == costs.send_backward == (5, 6)
-        assert (costs.num_stages, costs.transfer, costs.uniform) == (3, 6, False)
-        assert Costs.of(3, forward=1, backward=2, transfer=5).uniform
-        assert not Costs.of(3, forward=1, backward=2, transfer=5, transfer_backward=4).uniform
-
-    def test_split_deals_round_robin(self) -> None:
-        costs = Costs.of(2, forward=(2, 4), backward=(6, 8), transfer=1, transfer_backward=3).split(2)
-        assert costs.forward == (1, 2, 1, 2)
-        assert costs.backward == (3, 4, 3, 4)
-        assert costs.send_forward == (1, 1, 1)
-        assert costs.send_backward == (3, 3, 3)
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"forward": 0}, "forward time must be a finite number of more than 0, got 0"),
-            ({"forward": -1}, "forward time must be a finite number of more than 0, got -1"),
-            ({"backward": [1, 0]}, "backward time must be a finite number of more than 0, got 0"),
-            ({"forward": math.nan}, "forward time must be a finite number.*got nan"),
-            ({"backward": math.inf}, "backward time must be a finite number.*got inf"),
-            ({"transfer": -0.5}, "transfer time must be a finite number of at least 0, got -0.5"),
-            ({"forward": [1, 2, 3]}, "forward time: 2 stages need one value or 2, got 3"),
-            ({"transfer": [1, 2]}, "transfer time: 1 link need one value or 1, got 2"),
-            ({"weight_gradient": 5}, "the weight gradient takes 5 of a backward of 2; lower it"),
-            ({"all_reduce": -1}, "all-reduce time must be"),
-            ({"update": math.nan}, "update time must be"),
-            ({"forward": 1e200}, "between 1e-100 and 1e100, got 1e\\+200; choose another unit"),
-            ({"forward": 1e-200}, "between 1e-100 and 1e100"),
-        ],
-    )
-    def test_mistakes(self, arguments: dict[str, object], message: str) -> None:
-        with pytest.raises(BaPipeError, match=message):
-            Costs.of(2, **{"forward": 1, "backward": 2, **arguments})  # type: ignore[arg-type]
-
-    def test_other_number_of_stages(self) -> None:
-        with pytest.raises(BaPipeError, match="the schedule has 2 stages but the costs are of 3"):
-            simulate(make_schedule("gpipe", 2, 2), Costs.of(3, forward=1, backward=1))
 
 
 def test_deadlock() -> None:

@@ -1,4 +1,4 @@
-"""Peaks of live features against a count event by event, also where actions take no time."""
+"""Peaks of saved activations against a count event by event, also where actions take no time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ SCHEDULES = [
 ]
 
 
-def counted(timeline: Timeline, stash: list[float], kept: list[float], delayed: list[float]) -> list[float]:
+def counted(
+    timeline: Timeline, saved_activations: list[float], kept: list[float], delayed: list[float]
+) -> list[float]:
     """Rank by rank: sort growths and releases by time, releases first, and add them up."""
     again = {int(stage) for stage in timeline.stages[timeline.kinds == Kind.R]}
     peaks = []
@@ -34,17 +36,17 @@ def counted(timeline: Timeline, stash: list[float], kept: list[float], delayed: 
         for kind, stage, own, start, end in zip(
             timeline.kinds, timeline.stages, timeline.ranks, timeline.start, timeline.end, strict=True
         ):
-            held = kept[stage] if stage in again else stash[stage]
+            held = kept[stage] if stage in again else saved_activations[stage]
             if own != rank:
                 continue
             if kind == Kind.F:
                 events.append((start, held))
             elif kind == Kind.R:
-                events.append((start, stash[stage] - held))
+                events.append((start, saved_activations[stage] - held))
             elif kind == Kind.B:
-                events.append((end, -stash[stage]))
+                events.append((end, -saved_activations[stage]))
             elif kind == Kind.I:
-                events.append((end, delayed[stage] - stash[stage]))
+                events.append((end, delayed[stage] - saved_activations[stage]))
             elif kind == Kind.W:
                 events.append((end, -delayed[stage]))
         live = peak = 0.0
@@ -66,15 +68,17 @@ def test_peaks_are_those_of_the_events(schedule: Schedule, data: st.DataObject) 
     transfer = data.draw(st.sampled_from([0.0, 0.5]))
     costs = Costs.of(stages, forward=forward, backward=backward, transfer=transfer, recompute=again)
     timeline = simulate(schedule, costs)
-    stash = [float(2 + stage) for stage in range(stages)]
+    saved_activations = [float(2 + stage) for stage in range(stages)]
     kept = [1.0] * stages
     # More is held for weight gradients than before where gradients between the products outweigh what is let go.
-    delayed = [float(data.draw(st.sampled_from([0.5, value, 2 * value]))) for value in stash]
-    held = stash, kept, delayed
+    delayed = [float(data.draw(st.sampled_from([0.5, value, 2 * value]))) for value in saved_activations]
+    held = saved_activations, kept, delayed
     assert timeline.peak_bytes_by_rank(*held) == pytest.approx(counted(timeline, *held), abs=1e-12)
     over_time = [float(max(0.0, values.max(initial=0.0))) for _, values in timeline.bytes_over_time(*held)]
     assert timeline.peak_bytes_by_rank(*held) == over_time
-    assert timeline.peak_bytes_by_rank(stash, kept) == timeline.peak_bytes_by_rank(stash, kept, stash)
+    assert timeline.peak_bytes_by_rank(saved_activations, kept) == timeline.peak_bytes_by_rank(
+        saved_activations, kept, saved_activations
+    )
 
 
 def test_what_a_schedule_remembers_is_what_was_asked() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,14 +21,16 @@ import numpy as np
 from bapipe.analysis.link_estimate import estimate_links, fit_links
 from bapipe.analysis.recalibrate import predict_again, recalibrate
 from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
-from bapipe.costs.profile import Profile
+from bapipe.costs.profile import Profile, write_profile
 from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster_toml import cluster_toml
+from bapipe.io.files import write_text
 from bapipe.planner import Request, explore
 from bapipe.planner.evaluate import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord, to_timeline
 
-__all__ = ["Calibrated", "ShortRun", "calibrate"]
+__all__ = ["Calibrated", "ShortRun", "calibrate", "write_calibrated"]
 
 _RATES = (1e-3, 1e15)
 """bytes/s between which the rate of sums is looked for"""
@@ -86,6 +89,12 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
             linked = replace(linked, collective_bandwidth=rate)
             changes.append(f"gradients are summed at {rate / 1e9:.3g} GB/s")
     return Calibrated(profile=corrected, cluster=linked, changes=tuple(changes))
+
+
+def write_calibrated(found: Calibrated, profile: str | Path, cluster: str | Path) -> None:
+    """Write the corrected profile.json and cluster.toml."""
+    write_profile(found.profile, profile)
+    write_text(cluster, cluster_toml(found.cluster, comment="links as runs used them"))
 
 
 def _overhead(profile: Profile, cluster: Cluster, pipelines: Sequence[ShortRun]) -> float:

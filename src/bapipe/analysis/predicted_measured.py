@@ -89,7 +89,7 @@ class StageComparison:
     """seconds in which the rank waits for an input that is on its way; None: the run recorded no transfers"""
     bubble: Pair
     """share of the global batch in which the rank does not compute"""
-    live: Pair
+    in_flight: Pair
     """most in-flight micro-batches of the stage on the rank"""
     memory: MemoryPair
     """of the rank: all its stages together"""
@@ -106,14 +106,25 @@ class Comparison:
     """what the transfers say of the links, where any was waited for"""
     bubble: Pair
     """of all ranks together"""
+    step: Pair
+    """seconds of a step: the plan's prediction, and the median over the steps after the first"""
     time: Pair
-    """seconds from the first action of the global batch to the end of its last"""
-    step_seconds: float
-    """median over the steps after the first: it has the synchronisation of the ranks on top of `time`"""
-    outside_seconds: float
-    """of the recorded step, its seconds before the first action and after the last"""
+    """of it, seconds from the first action of the global batch to the end of its last"""
+    overhead: Pair
+    """of it, seconds beside its actions: those that the plan counts, and those before the first and after the last
+    action of the recorded step"""
     predicted: Timeline
     measured: Timeline
+
+    @property
+    def step_seconds(self) -> float:
+        """The measured step."""
+        return self.step.measured
+
+    @property
+    def outside_seconds(self) -> float:
+        """The measured overhead."""
+        return self.overhead.measured
 
 
 def compare(plan: Plan, record: RunRecord) -> Comparison:
@@ -132,7 +143,7 @@ def compare(plan: Plan, record: RunRecord) -> Comparison:
     if not schedule.flushes:
         # A step of an endless pipeline lasts from the end of the one before to its own: M steady periods.
         measured = replace(measured, period=step.seconds / plan.microbatches)
-    outside = step.seconds - measured.time
+    overhead = Pair(predicted=plan.prediction.time - predicted.time, measured=step.seconds - measured.time)
     for kind in (Kind.A, Kind.U):
         if not (_has(predicted, kind) and _has(measured, kind)):
             predicted, measured = _without(predicted, kind), _without(measured, kind)
@@ -143,9 +154,9 @@ def compare(plan: Plan, record: RunRecord) -> Comparison:
         stages=tuple(figures.of(stage, rank) for stage, ranks in enumerate(schedule.placement) for rank in ranks),
         links=estimate_links(plan, measured),
         bubble=Pair(predicted=predicted.bubble, measured=measured.bubble),
+        step=Pair(predicted=predicted.time + overhead.predicted, measured=float(np.median(seconds))),
         time=Pair(predicted=predicted.time, measured=measured.time),
-        step_seconds=float(np.median(seconds)),
-        outside_seconds=outside,
+        overhead=overhead,
         predicted=predicted,
         measured=measured,
     )
@@ -254,8 +265,9 @@ class _Figures:
             if self._record.transfers is None
             else Pair(predicted=self._exposed[0][rank], measured=self._exposed[1][rank]),
             bubble=Pair(predicted=self._idle(0, rank), measured=self._idle(1, rank)),
-            live=Pair(
-                predicted=_peak_live(self._both[0], stage, rank), measured=_peak_live(self._both[1], stage, rank)
+            in_flight=Pair(
+                predicted=_peak_in_flight(self._both[0], stage, rank),
+                measured=_peak_in_flight(self._both[1], stage, rank),
             ),
             memory=MemoryPair(
                 predicted=self._plan.stages[stage].memory_bytes,
@@ -296,7 +308,7 @@ def _updates(timeline: Timeline, rank: int) -> float | None:
     return float(timeline.work[own].sum()) if own.any() else None
 
 
-def _peak_live(timeline: Timeline, stage: int, rank: int) -> float:
+def _peak_in_flight(timeline: Timeline, stage: int, rank: int) -> float:
     """Most micro-batches of one stage on one rank between the start of F and the end of B or W."""
     own = (timeline.stages == stage) & (timeline.ranks == rank)
     release = Kind.W if _has(timeline, Kind.W) else Kind.B
@@ -310,11 +322,12 @@ def _peak_live(timeline: Timeline, stage: int, rank: int) -> float:
 
 def comparison_values(comparison: Comparison) -> dict[str, Any]:
     """The figures as plain values, each pair with its error; the timelines are left out."""
-    return {
+    figures = {
         field.name: _with_errors(getattr(comparison, field.name))
         for field in fields(Comparison)
         if field.name not in ("predicted", "measured")
     }
+    return figures | {"step_seconds": comparison.step_seconds, "outside_seconds": comparison.outside_seconds}
 
 
 def _with_errors(value: Any) -> Any:

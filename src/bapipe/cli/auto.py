@@ -144,10 +144,9 @@ def calibrate_command(
     Example:
       bapipe calibrate profile.json --cluster cluster.toml -o in-run.json --out-cluster in-run.toml
     """
-    from bapipe.costs.profile import read_profile, write_profile
+    from bapipe.analysis.calibrate import write_calibrated
+    from bapipe.costs.profile import read_profile
     from bapipe.hardware.cluster_file import read_cluster
-    from bapipe.hardware.cluster_toml import cluster_toml
-    from bapipe.io.files import write_text
     from bapipe.planner import Request
     from bapipe.planner.request import default_minibatch
     from bapipe.torch.launch.run_options import RunOptions
@@ -162,7 +161,6 @@ def calibrate_command(
     for trial in trials:
         if trial.failure:
             click.echo(f"{trial.plan.schedule.name} did not run: {trial.failure}", err=True)
-    write_profile(found.profile, out)
-    write_text(out_cluster, cluster_toml(found.cluster, comment="links as runs used them"))
+    write_calibrated(found, out, out_cluster)
     for line in (*found.changes, f"wrote {out}", f"wrote {out_cluster}"):
         click.echo(line)

@@ -89,13 +89,13 @@ def compare_command(
             values["recalibration"] = {
                 "corrections": plain_values(again.corrections),
                 "notes": again.notes,
-                "predicted_time": _time_again(plan, again, cluster),
+                "predicted_time": _time_again(plan, again, cluster, found),
             }
         click.echo(json.dumps(plain_number(values), indent=1, allow_nan=False))
         return
     _print(found)
     if again is not None:
-        _print_corrections(plan, again, cluster, measured=found.time.measured)
+        _print_corrections(plan, again, cluster, found)
     for path in (corrected_file, cluster_file, trace_file):
         if path:
             click.echo(f"wrote {path}")
@@ -111,12 +111,12 @@ def _corrected_cluster(found: Comparison, plan: Plan, path: str, *, run: str) ->
     return cluster
 
 
-def _time_again(plan: Plan, again: Recalibration, cluster: Cluster | None) -> float:
-    """What the corrected figures predict of the plan that ran."""
+def _time_again(plan: Plan, again: Recalibration, cluster: Cluster | None, found: Comparison) -> float:
+    """What the corrected figures predict of a step of the plan that ran."""
     from bapipe.analysis.recalibrate import predict_again
     from bapipe.planner.evaluate import plan_timeline
 
-    return plan_timeline(predict_again(plan, again.profile, cluster)).time
+    return plan_timeline(predict_again(plan, again.profile, cluster)).time + found.overhead.predicted
 
 
 def _print(found: Comparison) -> None:
@@ -135,7 +135,7 @@ def _print(found: Comparison) -> None:
         console.print(note)
 
 
-def _print_corrections(plan: Plan, again: Recalibration, cluster: Cluster | None, *, measured: float) -> None:
+def _print_corrections(plan: Plan, again: Recalibration, cluster: Cluster | None, found: Comparison) -> None:
     from bapipe.reporting.terminal.compare_table import correction_table
     from bapipe.reporting.terminal.console import terminal
     from bapipe.units import format_seconds
@@ -145,7 +145,5 @@ def _print_corrections(plan: Plan, again: Recalibration, cluster: Cluster | None
     for note in again.notes:
         console.print(note)
     corrected = "times" if cluster is None else "times and links"
-    time = format_seconds(_time_again(plan, again, cluster))
-    console.print(
-        f"with the corrected {corrected} this plan is predicted at {time}; it took {format_seconds(measured)}"
-    )
+    time, measured = format_seconds(_time_again(plan, again, cluster, found)), format_seconds(found.step.measured)
+    console.print(f"with the corrected {corrected} a step of this plan is predicted at {time}; it took {measured}")

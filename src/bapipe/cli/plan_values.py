@@ -31,7 +31,7 @@ def flat_plan(plan: Plan, *, dataset_size: int | None) -> dict[str, Any]:
         "source": prediction.source,
         "strategy": plan.strategy,
         "model": plan.model.name,
-        "rivals": [dataclasses.asdict(alternative) for alternative in plan.rivals],
+        "alternatives": [dataclasses.asdict(alternative) for alternative in plan.alternatives],
         "notes": list(plan.notes),
     }
     if dataset_size:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from bapipe.errors import BaPipeError
+from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.torch.checkpoint.checkpoint_options import Saving
 from bapipe.torch.launch.run_options import RunOptions
 
@@ -45,7 +46,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--transport",
-            type=click.Choice(["auto", "gloo", "staged", "ipc", "nccl"]),
+            type=click.Choice(TRANSPORTS),
             default=usual.transport,
             show_default=True,
             help="How tensors get from rank to rank.",

@@ -229,7 +229,7 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("time", f"{summary.time:g}"),
         ("closed form", form),
         ("bubble", f"{summary.bubble:.1%}"),
-        ("in-flight at the peak", _listed(summary.peak_features) + " micro-batches"),
+        ("in-flight at the peak", _listed(summary.peak_activations) + " micro-batches"),
         ("weights memory", _listed(summary.weights_memory) + " w"),
         ("exposed communication", _listed(summary.exposed_communication)),
         ("bandwidth to hide transfers", f"{summary.bandwidth_demand:.4g} boundaries per unit of time"),
@@ -284,7 +284,7 @@ def _print_table(rows: list[Summary], options: dict[str, Any]) -> None:
             f"{best / row.time:.3f}x",
             f"{row.bubble:.1%}",
             form,
-            f"{max(row.peak_features):g}",
+            f"{max(row.peak_activations):g}",
             f"{max(row.weights_memory):g}",
         )
     console.print(table)

@@ -79,7 +79,7 @@ class CostTable:
     """bytes of activations that cross a cut after the layer, skip connections included"""
     boundary_backward: Rows = field(metadata=_cost("bytes", "most", "cut"))
     """bytes of their gradients"""
-    stash: Rows = field(metadata=_cost("bytes", "most", "share"))
+    saved_activations: Rows = field(metadata=_cost("bytes", "most", "share"))
     """bytes of saved activations, which the backward keeps alive per micro-batch"""
     update: tuple[float, ...] = field(
         metadata=_cost("seconds", "each", "share", None, "later", per="layer", ratio="update")
@@ -134,9 +134,13 @@ class CostTable:
         default=None, metadata=_cost("seconds", "each", "whole", 0.0, "nearest", ratio="backward")
     )
     """seconds of the backward likewise"""
-    part_stash: Rows | None = field(default=None, metadata=_cost("bytes", "most", "whole", 0.0, "nearest"))
+    part_saved_activations: Rows | None = field(
+        default=None, metadata=_cost("bytes", "most", "whole", 0.0, "nearest")
+    )
     """bytes of saved activations of either part beyond its share and what it receives"""
-    delayed: Rows | None = field(default=None, metadata=_cost("bytes", "most", "share", Like("stash"), "stand-in"))
+    delayed: Rows | None = field(
+        default=None, metadata=_cost("bytes", "most", "share", Like("saved_activations"), "stand-in")
+    )
     """bytes kept per micro-batch from the input gradient to a deferred weight gradient"""
     passing_forward: Rows | None = field(default=None, metadata=_cost("bytes", "most", "whole", 0.0, "nearest"))
     """of boundary_forward, bytes that only pass the layer by"""
@@ -164,7 +168,7 @@ class CostArrays:
     backward: Floats
     boundary_forward: Floats
     boundary_backward: Floats
-    stash: Floats
+    saved_activations: Floats
     update: Floats
     weight_gradient: Floats
     parting: Floats
@@ -177,7 +181,7 @@ class CostArrays:
     weight_casts: Floats
     part_forward: Floats
     part_backward: Floats
-    part_stash: Floats
+    part_saved_activations: Floats
     delayed: Floats
     passing_forward: Floats
     passing_backward: Floats

@@ -46,7 +46,7 @@ class PeakBytes:
     """those that are there"""
     optimizer: float
     """its state"""
-    features: float
+    activations: float
     """of in-flight micro-batches, and of those that wait for weight gradients"""
     buffers: float
     """messages that are sent, and that came for later"""
@@ -55,7 +55,7 @@ class PeakBytes:
 
     @property
     def total(self) -> float:
-        parts = (self.weights, self.gradients, self.optimizer, self.features, self.buffers, self.workspace)
+        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.buffers, self.workspace)
         return sum(parts)
 
 
@@ -72,7 +72,11 @@ def rank_peaks(
     `update_copies` those and the workspace of an optimizer step."""
     versions = schedule.weight_versions or (1,) * len(needed)
     sending, receiving = _messages(schedule, needed)
-    parts = ([item.stash for item in needed], [item.kept for item in needed], [item.delayed for item in needed])
+    parts = (
+        [item.saved_activations for item in needed],
+        [item.kept for item in needed],
+        [item.delayed for item in needed],
+    )
     orders = [timeline.compute_of(rank) for rank in range(schedule.num_ranks)]
     follow = [phases_known and len(own) > 0 and len(set(timeline.lanes[own].tolist())) == 1 for own in orders]
     activations = [] if all(follow) else timeline.peak_bytes_by_rank(*parts)
@@ -89,7 +93,7 @@ def rank_peaks(
             weights=sum(needed[stage].weights * versions[stage] for stage in stages),
             gradients=weights,
             optimizer=(copies - 2) * weights,
-            features=0.0,
+            activations=0.0,
             buffers=sent,
             workspace=(update_copies - copies) * weights,
         )
@@ -104,7 +108,7 @@ def rank_peaks(
                 most = replace(
                     most,
                     weights=most.weights + casts,
-                    features=inflight,
+                    activations=inflight,
                     gradients=gradients,
                     buffers=sent + float(waiting[at]),
                     workspace=max(0.0, workspace),
@@ -113,7 +117,7 @@ def rank_peaks(
             most = replace(
                 most,
                 weights=most.weights + casts,
-                features=activations[rank],
+                activations=activations[rank],
                 buffers=sent + sum(receiving[stage] for stage in stages),
                 workspace=max((needed[stage].workspace for stage in stages), default=0.0),
             )

@@ -11,9 +11,9 @@ once, every value that was made before it and is needed after it, passed along s
   their time (loading of data) is left out, and their values count in the forward direction only.
 - A node that takes no time and has no parameters (views, sums, tuple items) joins the layer before it.
 - Errors are as large as the values; a `Size` has none.
-- stash: each value is kept by the layer that first reads it; an in-place result or a view lives in the storage of
-  the source made last and is not counted again. What kernels keep for themselves (cuDNN's reserve, masks) is not
-  in such a file.
+- Saved activations: each value is kept by the layer that first reads it; an in-place result or a view lives in the
+  storage of the source made last and is not counted again. What kernels keep for themselves (cuDNN's reserve,
+  masks) is not in such a file.
 - The file has no times of the optimizer step: they are 0.
 """
 
@@ -227,11 +227,11 @@ def _storages(graph: _Graph, order: list[str]) -> dict[str, str]:
     return storages
 
 
-def _stash(graph: _Graph, order: list[str], layer_of: dict[str, int], count: int) -> tuple[float, ...]:
+def _saved_activations(graph: _Graph, order: list[str], layer_of: dict[str, int], count: int) -> tuple[float, ...]:
     """Each storage once, at the first layer that reads it, through views too."""
     storages = _storages(graph, order)
     first_reader: dict[str, int] = {}
-    stash = [0.0] * count
+    saved_activations = [0.0] * count
     for name in reversed(order):
         readers = []
         for target in graph.after[name]:
@@ -242,8 +242,8 @@ def _stash(graph: _Graph, order: list[str], layer_of: dict[str, int], count: int
         if readers:
             first_reader[name] = min(readers)
             if name not in storages:
-                stash[first_reader[name]] += graph.nodes[name].activation
-    return tuple(stash)
+                saved_activations[first_reader[name]] += graph.nodes[name].activation
+    return tuple(saved_activations)
 
 
 def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profile:
@@ -286,7 +286,7 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
         backward=(total("backward"),),
         boundary_forward=boundary_forward,
         boundary_backward=boundary_backward,
-        stash=(_stash(graph, order, layer_of, len(groups)),),
+        saved_activations=(_saved_activations(graph, order, layer_of, len(groups)),),
         update=(0.0,) * len(groups),
     )
     return Profile(

@@ -123,7 +123,7 @@ def _work(layer: Layer, inputs: float, *, microbatch: int, precision: Precision,
     size = precision.activation_bytes
     moved = layer.moved_elements
     if moved is None:
-        moved = inputs + layer.output_elements + layer.stash_elements
+        moved = inputs + layer.output_elements + layer.saved_elements
     elementwise = min(layer.elementwise_elements or 0.0, moved)
     weight_flops = layer.weight_flops
     if weight_flops is None:
@@ -165,7 +165,7 @@ def _table(model: Model, kind: AcceleratorType, *, precision: Precision, sizes: 
     if precision.autocast is not None:
         stepped += precision.weight_bytes + precision.cast_bytes
     inputs = [model.input_elements, *(layer.output_elements for layer in model.layers[:-1])]
-    forward, backward, weight, out, back, stash, workspace = [], [], [], [], [], [], []
+    forward, backward, weight, out, back, saved_activations, workspace = [], [], [], [], [], [], []
     for b in sizes:
         works = [
             _work(layer, arriving, microbatch=b, precision=precision, first=index == 0)
@@ -185,8 +185,8 @@ def _table(model: Model, kind: AcceleratorType, *, precision: Precision, sizes: 
                 for layer in model.layers
             )
         )
-        stash.append(tuple(layer.stash_elements * scale for layer in model.layers))
-        workspace.append(max((layer.stash_elements + layer.output_elements) * scale for layer in model.layers))
+        saved_activations.append(tuple(layer.saved_elements * scale for layer in model.layers))
+        workspace.append(max((layer.saved_elements + layer.output_elements) * scale for layer in model.layers))
     return CostTable(
         source="analytic",
         description=_description(kind, roofline, precision),
@@ -195,7 +195,7 @@ def _table(model: Model, kind: AcceleratorType, *, precision: Precision, sizes: 
         backward=tuple(backward),
         boundary_forward=tuple(out),
         boundary_backward=tuple(back),
-        stash=tuple(stash),
+        saved_activations=tuple(saved_activations),
         update=tuple(
             0.0 if layer.shares_weights_with else stepped * layer.parameters / roofline.bandwidth
             for layer in model.layers

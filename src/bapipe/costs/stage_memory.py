@@ -48,10 +48,10 @@ class HeldBytes(Generic[Amount]):
     casts: Amount
     """copies of its weights in another dtype, which autocast keeps from the first forward of a global batch to the
     last backward"""
-    stash: Amount
+    saved_activations: Amount
     """per in-flight micro-batch: what its backward keeps, what it received for a split layer, and what it sent"""
     delayed: Amount
-    """per micro-batch whose weight gradient is deferred, from its input gradient on, in place of `stash`"""
+    """per micro-batch whose weight gradient is deferred, from its input gradient on, in place of what is saved"""
     kept: Amount
     """per in-flight micro-batch where the stage recomputes: its input"""
     buffers: Amount
@@ -62,7 +62,7 @@ class HeldBytes(Generic[Amount]):
 
     def each(self, *, recompute: bool) -> Amount:
         """Of one in-flight micro-batch."""
-        return self.kept if recompute else self.stash
+        return self.kept if recompute else self.saved_activations
 
     def fixed(self, copies: float, *, recompute: bool) -> Amount:
         """All but the in-flight micro-batches; `copies` of the weights are weights, gradients and optimizer state.
@@ -70,7 +70,7 @@ class HeldBytes(Generic[Amount]):
         A stage that recomputes has the activations of the one at work besides.
         """
         always = copies * self.weights + self.casts + self.buffers + self.workspace
-        return always + self.stash if recompute else always
+        return always + self.saved_activations if recompute else always
 
     def held(self, copies: float, inflight: int, waiting: int = 0, *, recompute: bool = False) -> Amount:
         """All at its most at once: so many micro-batches in flight, so many that wait for weight gradients."""
@@ -112,7 +112,7 @@ class UnitBytes:
 
     weights: Floats
     casts: Floats
-    stash: Floats
+    saved_activations: Floats
     delayed: Floats
     inputs: Floats
     crossing: tuple[Floats, Floats]
@@ -125,7 +125,7 @@ class UnitBytes:
         return cls(
             weights=chain.weight_bytes,
             casts=chain.weight_casts,
-            stash=chain.stash,
+            saved_activations=chain.saved_activations,
             delayed=chain.delayed,
             inputs=chain.input_bytes,
             workspace=chain.workspace,
@@ -138,7 +138,7 @@ class UnitBytes:
 
     def as_inflight(self, inflight: int, waiting: int) -> int:
         """Micro-batches as if all were in flight: one that waits for its weight gradients counts as it weighs."""
-        whole = float(self.stash.sum())
+        whole = float(self.saved_activations.sum())
         if not waiting or whole <= 0:
             return inflight
         return inflight + math.ceil(waiting * float(self.delayed.sum()) / whole)
@@ -150,7 +150,11 @@ class UnitBytes:
     def held(self, first: int, last: int, copies: float, inflight: int) -> float:
         """Of the units `first` to `last`, without messages."""
         own = slice(first, last + 1)
-        return float(self.always(copies)[own].sum()) + inflight * float(self.stash[own].sum()) + self.workspace
+        return (
+            float(self.always(copies)[own].sum())
+            + inflight * float(self.saved_activations[own].sum())
+            + self.workspace
+        )
 
 
 @functools.lru_cache(maxsize=16_384)
@@ -164,7 +168,7 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
     return StageBytes(
         weights=float(held.weights[-1]),
         casts=float(held.casts[-1]),
-        stash=float(held.stash[-1]),
+        saved_activations=float(held.saved_activations[-1]),
         delayed=float(held.delayed[-1]),
         kept=float(chain.input_bytes[first]),
         buffers=float(held.buffers[-1]),
@@ -191,8 +195,10 @@ def stage_weights(chain: Chain, first: int, last: int) -> float:
 def every_run_bytes(chain: Chain) -> HeldBytes[Floats]:
     """Of every run of units, [first, last]; 0 where last < first."""
     units = len(chain)
-    names = ("weights", "casts", "stash", "delayed", "buffers", "workspace")
-    found = {name: np.zeros((units, units)) for name in names}
+    found = {
+        name: np.zeros((units, units))
+        for name in ("weights", "casts", "saved_activations", "delayed", "buffers", "workspace")
+    }
     for first in range(units):
         own, _ = _by_last(chain, first, units - 1)
         for name, values in found.items():
@@ -207,24 +213,24 @@ def _by_last(
     phases."""
     units, own = UnitBytes.of(chain), slice(first, end + 1)
     before, after = (missing[own] for missing in missing_shares(chain))
-    begins, cut, part = bool(before[0] > 0), after > 0, chain.part_stash[own]
+    begins, cut, part = bool(before[0] > 0), after > 0, chain.part_saved_activations[own]
     sent, returned = chain.boundary_forward[own], chain.boundary_backward[own]
     came = float(chain.boundary_forward[first - 1] + chain.boundary_backward[first - 1]) if first else 0.0
-    saved = np.cumsum(units.stash[own])
-    stash = saved + sent
+    saved = np.cumsum(units.saved_activations[own])
+    saved_activations = saved + sent
     if begins or cut.any():
         parts = np.where(cut, part, 0.0) + (part[0] if begins else 0.0)
-        saved, stash = saved + parts, stash + parts - _counted_twice(chain, first, end)
+        saved, saved_activations = saved + parts, saved_activations + parts - _counted_twice(chain, first, end)
     if begins:
         resident = chain.resident_input[first] - _passed_on(chain, first, end)
-        stash += resident if parted else np.minimum(resident, chain.kept_input[first])
+        saved_activations += resident if parted else np.minimum(resident, chain.kept_input[first])
     if first and not parted:
-        stash -= chain.saved_before[first]
+        saved_activations -= chain.saved_before[first]
     spaces = _workspaces(chain, units, first, end, ("unit_workspace", *phases))
     held = HeldBytes(
         weights=_weights(chain, units.weights, first, end),
         casts=_weights(chain, units.casts, first, end),
-        stash=stash,
+        saved_activations=saved_activations,
         delayed=_delayed(chain, units, first, end) if first else saved + returned,
         kept=np.full(1, units.inputs[first]),
         buffers=2 * (came + sent + returned),
@@ -315,7 +321,7 @@ def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Seq
     defers its whole backward.
     """
     own, begins = slice(first, end + 1), chain.units[first].start > 0
-    layers, held = _columns(chain, own)[0], np.cumsum(units.stash[own])
+    layers, held = _columns(chain, own)[0], np.cumsum(units.saved_activations[own])
     library = np.maximum.accumulate(chain.library[own])
 
     def needed(kind: str) -> Floats:

@@ -11,7 +11,7 @@ from bapipe.fpga.fpga_profile import fpga_profile
 from bapipe.fpga.outcome import Outcome, costs_of, simulated
 from bapipe.fpga.replicated_boards import DataParallel
 from bapipe.fpga.stage_sizing import StageLoad, held_layers
-from bapipe.records.plan import LayerPart, MemoryParts, Plan, PlanStage, Prediction, Rival
+from bapipe.records.plan import Alternative, LayerPart, MemoryParts, Plan, PlanStage, Prediction
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.units import format_seconds
 
@@ -45,7 +45,7 @@ def make_fpga_plan(found: FpgaExploration) -> Plan:
             gap=timeline.time / found.lower_bound - 1,
             source="simulated",
         ),
-        rivals=_alternatives(found, timeline.time),
+        alternatives=_alternatives(found, timeline.time),
         notes=_notes(found, timeline.time),
         deployment=deploy(best, found.cluster),
     )
@@ -77,7 +77,7 @@ def _stages(best: Outcome, found: FpgaExploration) -> tuple[PlanStage, ...]:
                 memory_bytes=_memory(load),
                 memory_parts=_parts(load),
                 memory_capacity=load.board.ram + load.board.ddr,
-                peak_features=load.images / best.rule.microbatch,
+                in_flight=load.images / best.rule.microbatch,
             )
         )
     return tuple(stages)
@@ -94,7 +94,7 @@ def _parts(load: StageLoad) -> MemoryParts:
         weights=float(demand.weights),
         gradients=float(demand.weights),
         optimizer=float(demand.state),
-        features=float(demand.features * load.images),
+        activations=float(demand.features * load.images),
         buffers=float(demand.buffers),
         workspace=0.0,
     )
@@ -107,12 +107,12 @@ def _pace(time: float, best: float) -> str:
     return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"
 
 
-def _alternatives(found: FpgaExploration, time: float) -> tuple[Rival, ...]:
+def _alternatives(found: FpgaExploration, time: float) -> tuple[Alternative, ...]:
     alternatives = []
     for name, outcome in found.by_schedule.items():
         if outcome is not found.best:
             alternatives.append(
-                Rival(
+                Alternative(
                     name=f"{name}, {len(outcome.loads)} stages, micro-batch {outcome.rule.microbatch}",
                     time=outcome.time,
                     memory_bytes=max(_memory(load) for load in outcome.loads),
@@ -123,7 +123,7 @@ def _alternatives(found: FpgaExploration, time: float) -> tuple[Rival, ...]:
         fullest = max(item.memory for item in way.replicas)
         reason = "does not fit" if way.time is None else f"{_pace(way.time, time)}; {_bound(way)}"
         alternatives.append(
-            Rival(
+            Alternative(
                 name=f"data parallelism, {way.variant}",
                 time=way.time,
                 memory_bytes=fullest,

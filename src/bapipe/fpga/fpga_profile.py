@@ -43,7 +43,7 @@ def fpga_profile(
             weight_gradient=tuple(tuple(b * time for time in once) for b in sizes),
             boundary_forward=tuple(tuple(b * layer.forward * element for layer in layers) for b in sizes),
             boundary_backward=tuple(tuple(b * layer.backward * element for layer in layers) for b in sizes),
-            stash=tuple(tuple(b * layer.kept * element for layer in layers) for b in sizes),
+            saved_activations=tuple(tuple(b * layer.kept * element for layer in layers) for b in sizes),
             update=(0.0,) * len(layers),
         )
     return Profile(

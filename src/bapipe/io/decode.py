@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bapipe.errors import FileFormatError, nearest
+from bapipe.io.renamed_keys import with_new_names
 
 __all__ = ["decode"]
 
@@ -49,6 +50,7 @@ def _dataclass(cls: Any, data: object, where: str) -> Any:
     if not isinstance(data, dict):
         raise FileFormatError(f"{where}: expected a table of {', '.join(_fields(cls))}; got {_shown(data)}")
     fields = _fields(cls)
+    data = with_new_names(data, fields, where=where)
     for key in data:
         if key not in fields:
             name = str(key)[:60]

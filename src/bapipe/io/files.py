@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from bapipe.errors import FileFormatError
 from bapipe.io.decode import decode
+from bapipe.io.renamed_keys import first_name
 
 __all__ = [
     "SIZE_LIMIT",
@@ -119,21 +120,22 @@ def dump_json(value: Any) -> str:
 def content_hash(value: Any) -> str:
     """A short fingerprint of plain values or dataclasses.
 
-    Fields that have their default are left out, so that a new optional field changes no fingerprint.
+    Fields that have their default are left out, so that a new optional field changes no fingerprint, and renamed
+    ones have their first names.
     """
-    text = json.dumps(_told(value), sort_keys=True, allow_nan=False)
+    text = json.dumps(_significant(value), sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _told(value: Any) -> Any:
+def _significant(value: Any) -> Any:
     """Plain values without what says nothing."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return {field.name: _told(item) for field, item in fields if item != _default(field)}
+        return {first_name(field.name): _significant(item) for field, item in fields if item != _default(field)}
     if isinstance(value, (tuple, list)):
-        return [_told(item) for item in value]
+        return [_significant(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _told(item) for key, item in value.items()}
+        return {str(key): _significant(item) for key, item in value.items()}
     return value
 
 

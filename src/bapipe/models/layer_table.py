@@ -28,7 +28,7 @@ class _LayerEntry:
     forward_flops: float | None = None
     parameters: int | None = None
     output_elements: float | None = None
-    stash_elements: float | None = None
+    saved_elements: float | None = None
     moved_elements: float | None = None
     elementwise_elements: float | None = None
     error_elements: float | None = None
@@ -50,7 +50,7 @@ class _TableFile:
 
 
 _AMOUNTS = (
-    "forward_flops", "parameters", "output_elements", "stash_elements", "moved_elements", "elementwise_elements",
+    "forward_flops", "parameters", "output_elements", "saved_elements", "moved_elements", "elementwise_elements",
     "error_elements", "weight_flops", "weight_reads",
 )  # fmt: skip
 
@@ -147,15 +147,15 @@ def _layer(entry: _LayerEntry, arriving: float, *, earlier: list[str], where: st
     output = _required(output, "output_elements", where=where)
     if parameters is None:
         raise FileFormatError(f"{where}: 'parameters' is missing; add it, 0 if there are none")
-    stash = arriving if entry.stash_elements is None else entry.stash_elements
-    moved = arriving + output + stash if entry.moved_elements is None else entry.moved_elements
+    saved_activations = arriving if entry.saved_elements is None else entry.saved_elements
+    moved = arriving + output + saved_activations if entry.moved_elements is None else entry.moved_elements
     return Layer(
         name=entry.name,
         kind=entry.kind or ("layer" if entry.conv is None else "conv"),
         forward_flops=flops,
         parameters=parameters,
         output_elements=output,
-        stash_elements=stash,
+        saved_elements=saved_activations,
         moved_elements=moved,
         elementwise_elements=_part(
             entry.elementwise_elements, moved, "elementwise_elements", "moved_elements", where=where

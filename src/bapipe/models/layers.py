@@ -34,10 +34,10 @@ class Layer:
     parameters: int
     output_elements: float
     """what crosses a cut after this layer, skip values included"""
-    stash_elements: float
+    saved_elements: float
     """what the backward keeps alive, the layer's input included, parameters excluded"""
     moved_elements: float | None = None
-    """read and written by the forward besides the parameters; None: input and output and stash"""
+    """read and written by the forward besides the parameters; None: input, output and saved activations"""
     error_elements: float | None = None
     """what crosses back; None: as much as output_elements (integers carry no gradient)"""
     elementwise_elements: float | None = None

@@ -10,7 +10,7 @@ from bapipe.costs.peak_memory import message_bytes
 from bapipe.costs.segments import Chain
 from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.search import Exploration
-from bapipe.records.plan import LayerPart, MemoryParts, Plan, PlanStage, Prediction, Rival
+from bapipe.records.plan import Alternative, LayerPart, MemoryParts, Plan, PlanStage, Prediction
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.units import format_bytes, format_seconds
 
@@ -46,7 +46,7 @@ def make_plan(found: Exploration) -> Plan:
             low=low,
             high=high,
         ),
-        rivals=_alternatives(found),
+        alternatives=_alternatives(found),
         notes=_notes(found),
     )
 
@@ -91,8 +91,8 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 weight_bytes=needed.weights,
                 memory_bytes=best.memory[index],
                 memory_capacity=best.capacity[index],
-                peak_features=best.inflight[index],
-                stash_bytes=needed.stash,
+                in_flight=best.inflight[index],
+                saved_bytes=needed.saved_activations,
                 kept_bytes=needed.kept,
                 delayed_bytes=needed.delayed if index in parted else None,
                 buffer_bytes=messages[index],
@@ -119,7 +119,7 @@ def _fractions(chain: Chain, first: int, last: int) -> tuple[LayerPart, ...]:
     return tuple(part for part in parts.values() if part.stop - part.start < part.of)
 
 
-def _alternatives(found: Exploration) -> tuple[Rival, ...]:
+def _alternatives(found: Exploration) -> tuple[Alternative, ...]:
     best, as_fast = found.best, found.tuning.as_fast
     alternatives = []
     for evaluation in found.considered:
@@ -132,7 +132,7 @@ def _alternatives(found: Exploration) -> tuple[Rival, ...]:
             layers = evaluation.candidate.stages[short[0]]
             first, last = (evaluation.candidate.chain.units[unit].layer for unit in (layers.first, layers.last))
             reason = f"{format_bytes(short[1])} short on stage {short[0]} (layers {first} to {last})"
-            alternatives.append(Rival(name=name, time=None, memory_bytes=fullest, reason=reason))
+            alternatives.append(Alternative(name=name, time=None, memory_bytes=fullest, reason=reason))
         else:
             slower, more = best.throughput / evaluation.throughput - 1, fullest - max(best.memory)
             why = f"{format_bytes(more)} more" if abs(slower) < as_fast and more > 0 else _cause(evaluation)
@@ -140,7 +140,7 @@ def _alternatives(found: Exploration) -> tuple[Rival, ...]:
             pace = "within error of the best" if level else _pace(slower, as_fast)
             low, high = _range(found, evaluation)
             alternatives.append(
-                Rival(
+                Alternative(
                     name=name,
                     time=evaluation.time,
                     memory_bytes=fullest,
@@ -153,12 +153,12 @@ def _alternatives(found: Exploration) -> tuple[Rival, ...]:
         if estimate.memory > estimate.capacity:
             lacking = format_bytes(estimate.memory - estimate.capacity)
             alternatives.append(
-                Rival(name=estimate.name, time=None, memory_bytes=estimate.memory, reason=f"{lacking} short")
+                Alternative(name=estimate.name, time=None, memory_bytes=estimate.memory, reason=f"{lacking} short")
             )
         else:
             reason = f"{_pace(estimate.time / best.time - 1, as_fast)}; not run by BaPipe"
             alternatives.append(
-                Rival(name=estimate.name, time=estimate.time, memory_bytes=estimate.memory, reason=reason)
+                Alternative(name=estimate.name, time=estimate.time, memory_bytes=estimate.memory, reason=reason)
             )
     return tuple(alternatives)
 

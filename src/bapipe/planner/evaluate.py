@@ -300,7 +300,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         capacity=capacity,
         inflight=tuple(
             float(-(-count // len(ranks)))
-            for count, ranks in zip(timeline.peak_live(), schedule.placement, strict=True)
+            for count, ranks in zip(timeline.peak_in_flight(), schedule.placement, strict=True)
         ),
         stage_seconds=seconds,
         stage_bytes=tuple(needed),

@@ -78,7 +78,7 @@ def split_stages(
 
 def parts_cost_more(chain: Chain) -> bool:
     """Whether anything is known of what a part costs beyond its share."""
-    known = (chain.part_forward, chain.part_backward, chain.part_stash, chain.shared_weight_bytes)
+    known = (chain.part_forward, chain.part_backward, chain.part_saved_activations, chain.shared_weight_bytes)
     return any(bool(values.any()) for values in known)
 
 

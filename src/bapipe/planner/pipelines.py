@@ -151,7 +151,7 @@ def optimal(
         send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
         duplex_half=link.duplex == "half",
         weights_bytes=units.always(hardware.static_copies()),
-        stash_bytes=units.stash,
+        saved_bytes=units.saved_activations,
         input_bytes=units.inputs,
         gradient_bytes=units.weights,
         capacity=np.array(capacity),

@@ -14,14 +14,18 @@ __all__ = ["race_candidates"]
 
 
 def race_candidates(found: Exploration, limit: int = 6) -> tuple[Plan, ...]:
-    """At most so many plans within the known error of the best, the chosen one first.
+    """At most so many plans, the chosen one first.
 
-    Each further one is the plan that most lowers the time to be expected of the fastest. Where no error is known,
-    or none of the others may be faster, the chosen one alone.
+    Where errors are known, those within them of the best: each further one is the plan that most lowers the time
+    to be expected of the fastest, and where none of the others may be faster, the chosen one is alone. Where no
+    error is known, the fastest alternatives that fit.
     """
     if found.outlook is None:
-        return (make_plan(found),)
-    return tuple(_plan(found, own) for own in found.outlook.race(limit, worth=found.tuning.race_gain))
+        others = [own for own in found.considered if own is not found.best and own.short is None]
+        runners = [found.best, *others][:limit]
+    else:
+        runners = found.outlook.race(limit, worth=found.tuning.race_gain)
+    return tuple(_plan(found, own) for own in runners)
 
 
 def _plan(found: Exploration, evaluation: Evaluation) -> Plan:

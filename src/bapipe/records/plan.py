@@ -16,12 +16,12 @@ from bapipe.schedule.schedule_file import ScheduleFile
 
 __all__ = [
     "PLAN_SCHEMA",
+    "Alternative",
     "LayerPart",
     "MemoryParts",
     "Plan",
     "PlanStage",
     "Prediction",
-    "Rival",
     "read_plan",
     "write_plan",
 ]
@@ -49,7 +49,7 @@ class MemoryParts:
     """those that are there"""
     optimizer: float
     """its state"""
-    features: float
+    activations: float
     """saved activations of in-flight micro-batches, and of those whose weight gradient is deferred"""
     buffers: float
     """messages under way"""
@@ -88,14 +88,14 @@ class PlanStage:
     memory_bytes: float
     """peak: weights, gradients, optimizer state, saved activations, workspace"""
     memory_capacity: float
-    peak_features: float
+    in_flight: float
     """in-flight micro-batches on each replica, at most"""
-    stash_bytes: float | None = None
+    saved_bytes: float | None = None
     """saved activations per in-flight micro-batch, received and sent values included; None: not known"""
     kept_bytes: float | None = None
     """per in-flight micro-batch where the stage recomputes, until it does"""
     delayed_bytes: float | None = None
-    """per micro-batch from its input gradient to its weight gradient; None: as stash_bytes"""
+    """per micro-batch from its input gradient to its weight gradient; None: as saved_bytes"""
     buffer_bytes: float | None = None
     """messages under way"""
     workspace_bytes: float | None = None
@@ -127,7 +127,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rival:
+class Alternative:
     """Another way that was considered, and why it lost."""
 
     name: str
@@ -162,7 +162,7 @@ class Plan:
     stages: tuple[PlanStage, ...]
     schedule: ScheduleFile
     prediction: Prediction
-    rivals: tuple[Rival, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = field(default=())
     deployment: Deployment | None = None
     """what each FPGA is built with; None for other accelerators"""

@@ -132,7 +132,7 @@ class RunRecord:
     """each rank's in the order in which it ran them; empty: the run was not traced"""
     transfers: tuple[TransferRecord, ...] | None = None
     """None: not known"""
-    peak_live: tuple[int, ...]
+    peak_in_flight: tuple[int, ...]
     """most in-flight micro-batches at each (virtual) stage, on one of its ranks, in any step"""
     peak_memory: tuple[int | None, ...]
     """most bytes of each rank, of the kind that `memory_source` says; None: not known"""

@@ -67,7 +67,7 @@ def _longer(profile: Profile, factor: float) -> Profile:
         backward=grown(table.backward),
         boundary_forward=grown(table.boundary_forward),
         boundary_backward=grown(table.boundary_backward),
-        stash=grown(table.stash),
+        saved_activations=grown(table.saved_activations),
     )
     return replace(profile, accelerators={PIPEDREAM_ACCELERATOR: table})
 

@@ -57,7 +57,7 @@ def _chain(layers: int, *, own_workspace: bool = True) -> Chain:
     model = _model(layers)
     profile = analytic_profile(model, [read_cluster("v100").types[_TYPE]], precision="fp32", microbatches=[SIZE])
     table = profile.accelerators[_TYPE]
-    own = tuple((layer.stash_elements + layer.output_elements) * SIZE * _BYTES for layer in model.layers)
+    own = tuple((layer.saved_elements + layer.output_elements) * SIZE * _BYTES for layer in model.layers)
     if own_workspace:
         profile = replace(profile, accelerators={_TYPE: replace(table, layer_workspace=(own,))})
     return make_chain(profile, (_TYPE,), SIZE)

@@ -34,13 +34,13 @@ def _simulated(name: str, case: Case) -> Summary:
 def _cells(name: str, case: Case) -> list[Cell]:
     N, M, F, B, SR = case
     printed, got = paper_table_row(name, N, M, F, B, SR), _simulated(name, case)
-    features = printed["features"]
-    assert isinstance(features, list)
+    activations = printed["activations"]
+    assert isinstance(activations, list)
     pairs: list[tuple[str, object, float]] = [
         ("Time per global batch", printed["time"], got.time),
         ("Pipeline bubble", printed["bubble"], got.bubble),
         *(
-            (f"Activation memory, i={index} (in a)", features[index - 1], got.peak_features[index - 1])
+            (f"Activation memory, i={index} (in a)", activations[index - 1], got.peak_activations[index - 1])
             for index in range(1, N + 1)
         ),
         ("Weights memory (in w)", printed["weights"], max(got.weights_memory)),

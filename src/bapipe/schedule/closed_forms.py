@@ -113,7 +113,7 @@ def paper_table_row(name: str, N: int, M: int, F: float, B: float, SR: float) ->
     return {
         "time": time,
         "bubble": 1 - M * (F + B) / time,
-        "features": [(2 if doubled else 1) * (N - i + 1) for i in range(1, N + 1)],
+        "activations": [(2 if doubled else 1) * (N - i + 1) for i in range(1, N + 1)],
         "weights": 2,
         "bandwidth": 2 / (F + B) if name == "fbp-as" else 1 / F,
     }

@@ -23,7 +23,7 @@ class Summary:
     time: float
     """one global batch; for a pipeline that never flushes, M steady periods"""
     bubble: float
-    peak_features: list[float]
+    peak_activations: list[float]
     """in-flight micro-batches at most, per accelerator (of its whole share where it holds several stages)"""
     bandwidth_demand: float
     """in boundaries' bytes per unit of time"""
@@ -57,7 +57,7 @@ def summarise(schedule: Schedule, costs: Costs, timeline: Timeline, network: Net
         microbatches=schedule.num_microbatches,
         time=timeline.time,
         bubble=timeline.bubble,
-        peak_features=timeline.peak_features(),
+        peak_activations=timeline.peak_activations(),
         bandwidth_demand=timeline.bandwidth_demand(),
         weights_memory=[float(count + 1) for count in versions],
         closed_form=form.time if form else None,

@@ -158,11 +158,11 @@ class Timeline:
         ranks = np.concatenate([self.ranks[chosen]] * 2)
         return max(_running_peak(times, np.concatenate([rate, -rate]), ranks, self.num_ranks))
 
-    def peak_live(self) -> list[int]:
+    def peak_in_flight(self) -> list[int]:
         """Most in-flight micro-batches at each stage, all replicas together (F start to B or W end)."""
         return [int(peak) for peak in self._peaks(np.ones(self.num_stages))]
 
-    def peak_features(self) -> list[float]:
+    def peak_activations(self) -> list[float]:
         """Most saved activations on each rank, in micro-batches of the rank's whole share of the model."""
         shares = np.zeros(self.num_ranks)
         pairs = {(int(rank), int(stage)) for rank, stage in zip(self.ranks, self.stages, strict=True)}
@@ -172,40 +172,43 @@ class Timeline:
         return [float(peak) / max(1.0, shares[rank]) for rank, peak in enumerate(self.peak_bytes_by_rank(size))]
 
     def peak_bytes_by_rank(
-        self, stash: list[float], kept: list[float] | None = None, delayed: list[float] | None = None
+        self, saved: list[float], kept: list[float] | None = None, delayed: list[float] | None = None
     ) -> list[float]:
         """Most bytes of saved activations on each rank, given those of each stage per micro-batch.
 
         A stage that recomputes holds only `kept` (its input) between F and R, and one that does its backward in
-        two parts `delayed` between I and W, by default `stash`.
+        two parts `delayed` between I and W, by default `saved`.
         """
-        times, steps, _, ranks = self._steps(np.asarray(stash, float), kept, delayed)
+        times, steps, _, ranks = self._steps(np.asarray(saved, float), kept, delayed)
         return _running_peak(times, steps, ranks, self.num_ranks)
 
     def bytes_over_time(
-        self, stash: list[float], kept: list[float] | None = None, delayed: list[float] | None = None
+        self, saved: list[float], kept: list[float] | None = None, delayed: list[float] | None = None
     ) -> list[tuple[Floats, Floats]]:
         """Each rank's (times, bytes): saved activations from then on; `peak_bytes_by_rank` is their peak."""
-        times, steps, _, ranks = self._steps(np.asarray(stash, float), kept, delayed)
+        times, steps, _, ranks = self._steps(np.asarray(saved, float), kept, delayed)
         order = np.lexsort((steps, times, ranks))
         edges = np.searchsorted(ranks[order], np.arange(self.num_ranks + 1))
         own = [order[low:high] for low, high in pairwise(edges)]
         return [(times[part], np.cumsum(steps[part])) for part in own]
 
     def activation_changes(
-        self, stash: Floats, kept: Sequence[float] | None = None, delayed: Sequence[float] | None = None
+        self,
+        saved: Floats,
+        kept: Sequence[float] | None = None,
+        delayed: Sequence[float] | None = None,
     ) -> Floats:
         """By kind of action and stage, bytes of saved activations that F and R add when they start, and that
         others let go when they end; the arguments are those of `peak_bytes_by_rank`."""
         # Plain numbers, because numpy takes several times longer to compare with a member of an enum.
         forward, again, first, second, whole = (int(kind) for kind in (Kind.F, Kind.R, Kind.I, Kind.W, Kind.B))
-        waiting = stash if delayed is None else np.asarray(delayed, float)
+        waiting = saved if delayed is None else np.asarray(delayed, float)
         recomputed = np.zeros(self.num_stages, bool)
         recomputed[self.stages[self.kinds == again]] = True
-        held = np.where(recomputed, stash if kept is None else np.asarray(kept, float), stash)
+        held = np.where(recomputed, saved if kept is None else np.asarray(kept, float), saved)
         change = np.zeros((len(Kind), self.num_stages))
-        change[forward], change[again], change[whole] = held, stash - held, -stash
-        change[first], change[second] = waiting - stash, -waiting
+        change[forward], change[again], change[whole] = held, saved - held, -saved
+        change[first], change[second] = waiting - saved, -waiting
         return change
 
     def compute_of(self, rank: int) -> Ints:
@@ -224,10 +227,10 @@ class Timeline:
         return _running_peak(times, steps, stages, self.num_stages)
 
     def _steps(
-        self, stash: Floats, kept: list[float] | None, delayed: list[float] | None
+        self, saved: Floats, kept: list[float] | None, delayed: list[float] | None
     ) -> tuple[Floats, Floats, Ints, Ints]:
         """Every growth and release of saved activations: times, byte steps, stages and ranks."""
-        change = self.activation_changes(stash, kept, delayed)
+        change = self.activation_changes(saved, kept, delayed)
         # In the order of lanes, which is nearly always that of time.
         own = np.flatnonzero(_COMPUTES[self.kinds])
         kinds, stages = self.kinds[own], self.stages[own]

@@ -1,4 +1,4 @@
-"""The rivals do what their systems are known to do."""
+"""The baselines do what their systems are known to do."""
 
 from __future__ import annotations
 

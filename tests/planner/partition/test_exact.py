@@ -104,8 +104,8 @@ def test_a_slow_link_moves_the_cut() -> None:
 
 
 def test_memory_counts_micro_batches_alive() -> None:
-    # Stage 0 of 2 keeps 2 micro-batches, stage 1 one: 3 units of stash fit as 1·2 + 2·1, not as 2·2 + 1·1.
-    limits: dict[str, Any] = {"stash_bytes": np.ones(3), "capacity": np.array([2])}
+    # Stage 0 of 2 keeps 2 micro-batches, stage 1 one: 3 units saved fit as 1·2 + 2·1, not as 2·2 + 1·1.
+    limits: dict[str, Any] = {"saved_bytes": np.ones(3), "capacity": np.array([2])}
     solution = solve(chain([1, 1, 5], stages=2, **limits))
     assert solution.cuts == (1,)
     assert [stage.memory for stage in solution.stages] == [2, 2]
@@ -113,7 +113,7 @@ def test_memory_counts_micro_batches_alive() -> None:
 
 
 def test_recomputation_buys_memory_with_time() -> None:
-    limits: dict[str, Any] = {"stash_bytes": np.full(4, 10), "input_bytes": np.ones(4), "capacity": np.array([25])}
+    limits: dict[str, Any] = {"saved_bytes": np.full(4, 10), "input_bytes": np.ones(4), "capacity": np.array([25])}
     with pytest.raises(InfeasibleError, match="5 short; lower the micro-batch size, allow recomputation or add"):
         solve(chain([1, 1, 1, 1], stages=2, **limits))
     solution = solve(chain([1, 1, 1, 1], stages=2, recompute="allowed", **limits))
@@ -133,7 +133,7 @@ def test_replicas_share_a_heavy_layer() -> None:
         max_replicas=3,
         reduce_rate=np.array([0, 0, 1, 1]),
         gradient_bytes=np.array([50, 0, 50]),
-        stash_bytes=np.array([0, 6, 0]),
+        saved_bytes=np.array([0, 6, 0]),
     )
     solution = solve(problem)
     assert [stage.replicas for stage in solution.stages] == [1, 3, 1]
@@ -198,7 +198,7 @@ def test_a_stage_that_fits_only_behind_the_furthest_reach_is_found() -> None:
         order=(0, 1, 1),
         microbatches=4,
         weights_bytes=np.array([12, 0, 8, 18, 15]),
-        stash_bytes=np.array([13, 15, 12, 0, 1]),
+        saved_bytes=np.array([13, 15, 12, 0, 1]),
         capacity=np.array([89, 56]),
         inflight=np.array([7, 1, 5, 1]),
     )
@@ -307,7 +307,7 @@ def test_why_there_is_no_plan(change: dict[str, Any], message: str) -> None:
         ),
         ({"order": (0,)}, r"order must name each of the \[2\] accelerators of each type once"),
         ({"weights_bytes": np.array([1, np.nan, 1])}, "weights_bytes must be numbers, got NaN"),
-        ({"stash_bytes": np.full(3, 2**60)}, r"bytes of all layers must stay under 2\*\*62"),
+        ({"saved_bytes": np.full(3, 2**60)}, r"bytes of all layers must stay under 2\*\*62"),
     ],
 )
 def test_mistakes_in_a_problem_are_told(change: dict[str, Any], message: str) -> None:

@@ -139,11 +139,11 @@ def test_an_order_that_waits_for_ever_is_refused_before_it_starts(plan: Plan) ->
         check_plan(replace(plan, schedule=ScheduleFile.of(schedule)))
 
 
-def test_micro_batches_must_hold_the_mini_batch(plan: Plan) -> None:
+def test_micro_batches_must_hold_the_global_batch(plan: Plan) -> None:
     count, size = plan.microbatches, plan.microbatch_size
     assert sum(microbatch_sizes(plan)) == plan.minibatch
     for samples in (count * size - size, count * size + 1):
-        with pytest.raises(BaPipeError, match=f"cannot hold a mini-batch of {samples} samples; plan again"):
+        with pytest.raises(BaPipeError, match=f"cannot hold a global batch of {samples} samples; plan again"):
             microbatch_sizes(replace(plan, minibatch=samples))
 
 

@@ -88,14 +88,14 @@ def _order(lag: int, count: int) -> list[tuple[str, int]]:
 def test_a_backward_sees_what_its_forward_saw(lag: int, count: int) -> None:
     weight = nn.Parameter(torch.tensor([2.0, 3.0], dtype=torch.float64))
     frozen = nn.Parameter(torch.tensor([7.0]), requires_grad=False)
-    stash = WeightVersions({"weight": weight, "frozen": frozen}, lag)
-    stash.begin(count)
+    versions = WeightVersions({"weight": weight, "frozen": frozen}, lag)
+    versions.begin(count)
     history = [weight.detach().clone()]
     losses: dict[int, Tensor] = {}
     memories = set()
     for kind, number in _order(lag, count):
         if kind == "F":
-            seen = stash.weights(number)
+            seen = versions.weights(number)
             assert seen.keys() == {"weight"}
             assert torch.equal(seen["weight"], history[max(0, number - lag)])
             memories.add(seen["weight"].data_ptr())
@@ -110,10 +110,10 @@ def test_a_backward_sees_what_its_forward_saw(lag: int, count: int) -> None:
                 with torch.no_grad():
                     weight.sub_(0.01 * weight.grad)
 
-            stash.step(number, apply)
+            versions.step(number, apply)
             history.append(weight.detach().clone())
     assert len(history) == count + 1
-    assert stash.peak == min(lag + 1, count)
+    assert versions.peak == min(lag + 1, count)
     assert len(memories | {weight.data_ptr()}) <= lag + 1, "memory is used again"
 
 
@@ -134,7 +134,7 @@ def test_which_plans_never_flush() -> None:
     assert not as_runnable(endless, flushes=False).schedule.flushes
     with pytest.raises(BaPipeError, match="pipedream updates while it runs; train it with PipeDream"):
         as_runnable(endless, flushes=True)
-    with pytest.raises(BaPipeError, match="waits for every mini-batch to end; train it with Pipeline"):
+    with pytest.raises(BaPipeError, match="waits for every global batch to end; train it with Pipeline"):
         as_runnable(plan, flushes=False)
     updated = replace(endless, schedule=ScheduleFile.of(with_update(pipedream(2, M))))
     with pytest.raises(BaPipeError, match="1F1B's order only"):
@@ -158,17 +158,17 @@ def test_weights_in_one_piece_stay_in_one_in_every_version() -> None:
         "other": nn.Parameter(piece[2:].view(2, 2)),
         "inside": nn.Parameter(large[50:52]),
     }
-    stash = WeightVersions(parameters, lag=2)
-    stash.begin(4)
+    versions = WeightVersions(parameters, lag=2)
+    versions.begin(4)
 
     def addresses() -> list[int]:
         return [item.untyped_storage().data_ptr() for item in parameters.values()]
 
     seen, sizes = [addresses()], []
     for microbatch in range(3):
-        for tensor in stash.weights(microbatch).values():
+        for tensor in versions.weights(microbatch).values():
             tensor.grad = torch.ones_like(tensor)
-        stash.step(microbatch, lambda: [item.data.sub_(item.grad) for item in parameters.values()] and None)
+        versions.step(microbatch, lambda: [item.data.sub_(item.grad) for item in parameters.values()] and None)
         seen.append(addresses())
         sizes.append(parameters["inside"].untyped_storage().nbytes())
     assert all(one == other for one, other, _ in seen)
@@ -177,7 +177,7 @@ def test_weights_in_one_piece_stay_in_one_in_every_version() -> None:
     assert parameters["other"].tolist() == [[-1.0, 0.0], [1.0, 2.0]]
     assert parameters["inside"].tolist() == [47.0, 48.0]
     assert sizes == [8, 8, 400], "two copies, then the memory of the first version, which nobody needs any more"
-    assert {name: item.tolist() for name, item in stash.weights(3).items()} == {
+    assert {name: item.tolist() for name, item in versions.weights(3).items()} == {
         "one": [-1.0, 0.0],
         "other": [[1.0, 2.0], [3.0, 4.0]],
         "inside": [49.0, 50.0],

@@ -52,9 +52,9 @@ def test_inputs_of_products_and_gradients_of_their_outputs_wait(tmp_path: Path) 
     assert plain.delayed is not None
     assert deep.delayed is not None
     assert sum(plain.delayed[0][1:]) == sum(deep.delayed[0][1:]) == ROWS * (NARROW + WIDE + WIDE + NARROW)
-    assert sum(deep.stash[0][1:]) >= ROWS * (NARROW + 3 * WIDE)
+    assert sum(deep.saved_activations[0][1:]) >= ROWS * (NARROW + 3 * WIDE)
     # A first layer sends no error on: all that its backward needs waits, and the error that came.
-    assert plain.delayed[0][0] == plain.stash[0][0] + ROWS * NARROW
+    assert plain.delayed[0][0] == plain.saved_activations[0][0] + ROWS * NARROW
 
 
 def test_measurements_from_before_know_neither(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_measurements_from_before_know_neither(tmp_path: Path) -> None:
     assert table.parting is not None
     assert not any(table.parting[0])
     chain = make_chain(to_profile(old, accelerator="cpu", model=ModelRef(name="block")), ("cpu",), BATCH)
-    assert stage_bytes(chain, 1, len(chain) - 1).delayed == pytest.approx(sum(table.stash[0][1:]))
+    assert stage_bytes(chain, 1, len(chain) - 1).delayed == pytest.approx(sum(table.saved_activations[0][1:]))
 
 
 def test_what_both_parts_take_beyond_the_whole(tmp_path: Path) -> None:

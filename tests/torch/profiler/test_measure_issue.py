@@ -83,7 +83,11 @@ def measured(
         timings=tuple(timings),
         memory=(
             SizeMemory(
-                microbatch=8, boundary_forward=zeros, boundary_backward=zeros, stash=zeros, workspace=zeros
+                microbatch=8,
+                boundary_forward=zeros,
+                boundary_backward=zeros,
+                saved_activations=zeros,
+                workspace=zeros,
             ),
         ),
         whole=(step,),

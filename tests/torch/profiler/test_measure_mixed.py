@@ -85,7 +85,7 @@ def test_casts_are_not_among_the_saved_activations(mixed: Profiled, tmp_path: Pa
     own = {address: size for address, size in second.items() if address not in {*first, *known}}
     assert sum(both.values()) == 2 * sum(item.numel() for item in linear_weights(module))
     own[output.untyped_storage().data_ptr()] = output.nbytes
-    assert sum(table.stash[0]) == sum(own.values()) + inputs.nbytes
+    assert sum(table.saved_activations[0]) == sum(own.values()) + inputs.nbytes
     (full,) = profiled(tmp_path, "fp32").profile.accelerators.values()
     assert full.weight_casts is None
 

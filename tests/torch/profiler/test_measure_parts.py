@@ -16,7 +16,7 @@ from torch import nn
 from bapipe.cli.profile import profile_command
 from bapipe.costs.profile import read_profile
 from bapipe.models.layers import ModelRef, Split
-from bapipe.torch.profiler import Measurement, MeasureSettings, Profiled, measure_loop, profile_module
+from bapipe.torch.profiler import Measurement, MeasureSettings, Profiled, measure_units, profile_module
 from bapipe.torch.profiler.assemble_profile import to_profile
 from bapipe.torch.profiler.layer_memory import saved_storages
 from bapipe.torch.profiler.layer_runner import RunnableLayer
@@ -54,7 +54,7 @@ def test_every_layer_that_divides_has_part_costs(tmp_path: Path) -> None:
     table = found.profile.accelerators["cpu-core"]
     ways = [layer.split.by if layer.split else None for layer in found.profile.layers]
     assert {"output channels", "directions", "time steps", "vocabulary"} <= set(ways)
-    for rows in (table.part_forward, table.part_backward, table.part_stash):
+    for rows in (table.part_forward, table.part_backward, table.part_saved_activations):
         assert rows is not None
         for row in rows:
             assert all(value >= 0 for value in row)
@@ -85,7 +85,7 @@ def test_parts_that_take_other_inputs_than_the_layer(tmp_path: Path) -> None:
     assert {"encoder.0", "decoder.0"} <= set(divided)
     timed = {found.profile.layers[item.layer].name for item in found.measured.parts}
     assert timed == set(divided)
-    assert found.profile.accelerators["cpu-core"].part_stash is not None
+    assert found.profile.accelerators["cpu-core"].part_saved_activations is not None
 
 
 def test_parts_go_on_from_what_the_cache_has(tmp_path: Path) -> None:
@@ -114,18 +114,18 @@ def test_bytes_that_both_parts_keep_beyond_the_layer(tmp_path: Path) -> None:
         threads=1,
     )
     table = found.profile.accelerators["cpu-core"]
-    assert table.part_stash == tuple((16 * 4 * size / 2, 0.0) for size in (1, 3))
+    assert table.part_saved_activations == tuple((16 * 4 * size / 2, 0.0) for size in (1, 3))
 
 
 def test_a_size_whose_parts_do_not_fit_keeps_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = measure_loop.time_parts
+    real = measure_units.time_parts
 
     def short(*args: Any, size: int, **rest: Any) -> PartTiming:
         if size > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
         return real(*args, size=size, **rest)
 
-    monkeypatch.setattr(measure_loop, "time_parts", short)
+    monkeypatch.setattr(measure_units, "time_parts", short)
     shares: list[float] = []
     torch.manual_seed(0)
     module, args, kwargs = build_split_model("pictures")
@@ -179,12 +179,21 @@ def measured(whole: Reading, first: Reading, second: Reading) -> Measurement:
         ),
         memory=(
             SizeMemory(
-                microbatch=8, boundary_forward=(4.0,), boundary_backward=(4.0,), stash=(4.0,), workspace=(0.0,)
+                microbatch=8,
+                boundary_forward=(4.0,),
+                boundary_backward=(4.0,),
+                saved_activations=(4.0,),
+                workspace=(0.0,),
             ),
         ),
         parts=(
             PartTiming(
-                layer=0, microbatch=8, round=0, forward=(first, second), backward=(first, second), stash=24.0
+                layer=0,
+                microbatch=8,
+                round=0,
+                forward=(first, second),
+                backward=(first, second),
+                saved_activations=24.0,
             ),
         ),
     )
@@ -195,9 +204,13 @@ def test_half_of_what_parts_take_beyond_the_layer() -> None:
     made = measured(reading(8.0), reading(4.0), reading(7.0))
     rows = part_costs(made, 8)
     assert rows is not None
-    assert (rows.forward, rows.backward, rows.stash) == ((1.0,), (1.0,), (12.0,))
+    assert (rows.forward, rows.backward, rows.saved_activations) == ((1.0,), (1.0,), (12.0,))
     table = to_profile(made, accelerator="x", model=ModelRef(name="made")).table("x")
-    assert (table.part_forward, table.part_backward, table.part_stash) == (((1.0,),), ((1.0,),), ((12.0,),))
+    assert (table.part_forward, table.part_backward, table.part_saved_activations) == (
+        ((1.0,),),
+        ((1.0,),),
+        ((12.0,),),
+    )
 
 
 def test_parts_that_are_quicker_add_nothing_and_a_gpu_tells_its_own_time() -> None:

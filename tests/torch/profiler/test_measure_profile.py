@@ -57,7 +57,7 @@ def test_a_sequential_becomes_a_profile_of_its_layers(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "profile.json") == profile
 
 
-def test_stash_counts_each_storage_once(tmp_path: Path) -> None:
+def test_saved_activations_counts_each_storage_once(tmp_path: Path) -> None:
     """Linear keeps its input, ReLU its output, which the next Linear keeps too."""
     module = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     found = profile_module(
@@ -65,7 +65,7 @@ def test_stash_counts_each_storage_once(tmp_path: Path) -> None:
     )
     table = found.profile.accelerators["cpu-core"]
     for row, size in enumerate((1, 3)):
-        assert table.stash[row] == (32 * size, (128 + 16) * size)
+        assert table.saved_activations[row] == (32 * size, (128 + 16) * size)
 
 
 def test_a_captured_model_with_skip_and_tied_weights(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_profile_has_all_layers_and_equal_ones_have_equal_costs(tmp_path: Path
     (table,) = found.profile.accelerators.values()
     names = [layer.name for layer in found.profile.layers]
     assert len(names) == len(table.forward[0]) == len(table.update) == 14
-    for row in (table.forward[0], table.backward[0], table.stash[0], table.update):
+    for row in (table.forward[0], table.backward[0], table.saved_activations[0], table.update):
         assert row[3] == row[5] == row[7] > 0
     assert not any("blocks.3" in label for label in done)
     assert table.optimizer_state == pytest.approx(8.0, rel=0.01)  # two moments in fp32 and a step count per weight

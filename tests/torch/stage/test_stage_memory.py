@@ -136,7 +136,7 @@ def test_a_micro_batch_that_waits_holds_what_was_weighed(
     forward, waiting = held_by(captured, first, last)
     said = stage_bytes(chain, first, last)
     assert len(set(waiting)) == 1, "every micro-batch holds as much"
-    assert forward[0] == pytest.approx(said.stash, rel=0.06)
+    assert forward[0] == pytest.approx(said.saved_activations, rel=0.06)
     assert waiting[0] == pytest.approx(said.delayed, rel=0.05)
 
 
@@ -148,7 +148,7 @@ def test_what_only_the_layer_before_keeps_is_not_in_a_stage(model: tuple[Capture
     assert layers
     for first in layers:
         forward, _ = held_by(captured, first, first, parted=parted)
-        said = stage_bytes(chain, first, first, parted=parted).stash
+        said = stage_bytes(chain, first, first, parted=parted).saved_activations
         assert forward[0] == pytest.approx(said, rel=0.06)
 
 
@@ -167,7 +167,7 @@ def test_a_stage_that_begins_inside_a_layer_keeps_of_its_input_what_the_layer_do
         {*held_by(captured, index, index, parted=parted, parts={index: (unit.start, unit.of)})[0]}
         for parted in (False, True)
     )
-    said = [stage_bytes(divided, begin, begin, parted=parted).stash for parted in (False, True)]
+    said = [stage_bytes(divided, begin, begin, parted=parted).saved_activations for parted in (False, True)]
     made = SIZE * unit.start * 64 * 4
     assert apart - whole == said[1] - said[0] + made
     assert (said[1] == said[0]) is keeps

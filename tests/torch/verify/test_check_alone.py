@@ -1,4 +1,4 @@
-"""`--check` compares with one process on the whole mini-batch, and sees micro-batches that are weighed wrongly."""
+"""`--check` compares with one process on the global batch, and sees micro-batches that are weighed wrongly."""
 
 from __future__ import annotations
 

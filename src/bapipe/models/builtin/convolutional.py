@@ -69,10 +69,10 @@ def _conv(
     side = _side(source.side, kernel=kernel, stride=stride, padding=padding)
     result = _Shape(channels, side)
     products = source.elements + result.elements
-    stash = float(source.elements)
+    saved_activations = float(source.elements)
     elementwise = 0.0
     if norm:
-        stash += result.elements
+        saved_activations += result.elements
         elementwise += 3 * result.elements
     if add:
         elementwise += 3 * result.elements
@@ -81,7 +81,7 @@ def _conv(
     leaves = result
     if pool is not None:
         leaves = _Shape(channels, _side(side, kernel=pool.kernel, stride=pool.stride, padding=pool.padding))
-        stash += result.elements + _INDEX * leaves.elements
+        saved_activations += result.elements + _INDEX * leaves.elements
         elementwise += result.elements + (1 + _INDEX) * leaves.elements
     weights = source.channels * channels * kernel**2
     layer = Layer(
@@ -90,7 +90,7 @@ def _conv(
         forward_flops=2.0 * weights * side**2,
         parameters=weights + (2 * channels if norm else channels),
         output_elements=leaves.elements + carried,
-        stash_elements=stash,
+        saved_elements=saved_activations,
         moved_elements=products + elementwise,
         elementwise_elements=elementwise,
         split=Split(channels=channels),
@@ -108,7 +108,7 @@ def _linear(name: str, inputs: int, outputs: int, *, last: bool = False) -> Laye
         forward_flops=2.0 * inputs * outputs,
         parameters=inputs * outputs + outputs,
         output_elements=outputs,
-        stash_elements=inputs + (outputs if last else (1 + _MASK) * outputs),
+        saved_elements=inputs + (outputs if last else (1 + _MASK) * outputs),
         moved_elements=inputs + outputs + elementwise,
         elementwise_elements=elementwise,
         split=Split(channels=outputs, by="classes" if last else "output channels") if outputs > 1 else None,
@@ -184,7 +184,7 @@ def _block(name: str, source: _Shape, width: int, *, stride: int, expansion: int
     """The convolutions of one residual block, in order; `expansion` 4 is a bottleneck, 1 a basic block.
 
     A projected skip comes first, so that what passes by the rest is the projection. A cut inside carries the skip.
-    The block's input is in the stash of both layers that read it.
+    The block's input is in the saved activations of both layers that read it.
     """
     out = width * expansion
     projected = stride != 1 or source.channels != out
@@ -228,7 +228,7 @@ def _merged(name: str, layers: list[Layer], source: _Shape) -> Layer:
         forward_flops=sum(layer.forward_flops for layer in layers),
         parameters=sum(layer.parameters for layer in layers),
         output_elements=layers[-1].output_elements,
-        stash_elements=sum(layer.stash_elements for layer in layers) - (source.elements if projected else 0),
+        saved_elements=sum(layer.saved_elements for layer in layers) - (source.elements if projected else 0),
         moved_elements=sum(layer.moved_elements or 0 for layer in layers),
         elementwise_elements=sum(layer.elementwise_elements or 0 for layer in layers),
         kernels=len(layers),
@@ -261,7 +261,7 @@ def _resnet(
             forward_flops=0.0,
             parameters=0,
             output_elements=shape.channels,
-            stash_elements=shape.elements,
+            saved_elements=shape.elements,
             moved_elements=shape.elements + shape.channels,
             elementwise_elements=shape.elements + shape.channels,
         )

@@ -31,7 +31,7 @@ class _Half:
     """entries of its matrices"""
     other: int
     """biases and norms"""
-    stash: float
+    saved_activations: float
     products: float
     """elements read and written by matrix products"""
     elementwise: float
@@ -49,7 +49,7 @@ def _layer(name: str, kind: str, half: _Half, *, width: int, sequence: int, caus
         forward_flops=linear + attention,
         parameters=half.weights + half.other,
         output_elements=width * sequence,
-        stash_elements=half.stash * sequence,
+        saved_elements=half.saved_activations * sequence,
         moved_elements=(half.products + half.elementwise) * sequence,
         elementwise_elements=half.elementwise * sequence,
         weight_flops=linear,
@@ -76,7 +76,7 @@ def _gelu_halves(width: int, heads: int, *, products: int, kernels: int) -> tupl
         weights=4 * d * d,
         other=4 * d + 2 * d,
         # input, norm's input or output, qkv, attention's output and its contiguous copy, mask
-        stash=7 * d + _MASK * d + heads,
+        saved_activations=7 * d + _MASK * d + heads,
         products=products * d,
         # norm 2, copies of the heads 2, dropout 2.25, residual sum 3
         elementwise=(9 + _MASK) * d,
@@ -86,7 +86,7 @@ def _gelu_halves(width: int, heads: int, *, products: int, kernels: int) -> tupl
     mlp = _Half(
         weights=8 * d * d,
         other=5 * d + 2 * d,
-        stash=(10 + _MASK) * d,
+        saved_activations=(10 + _MASK) * d,
         products=10 * d,
         # norm 2, GELU 8, dropout 2.25, residual sum 3
         elementwise=(15 + _MASK) * d,
@@ -104,7 +104,7 @@ def _embedding(width: int, entries: int, other: int, *, sequence: int, keeps: fl
         forward_flops=0.0,
         parameters=entries * width + other,
         output_elements=size,
-        stash_elements=_TOKEN * sequence + keeps * sequence,
+        saved_elements=_TOKEN * sequence + keeps * sequence,
         moved_elements=2 * size + passes * size,
         elementwise_elements=passes * size,
         weight_reads=0.0,
@@ -120,7 +120,7 @@ def _norm(name: str, width: int, parameters: int, *, sequence: int) -> Layer:
         forward_flops=0.0,
         parameters=parameters,
         output_elements=size,
-        stash_elements=size,
+        saved_elements=size,
         moved_elements=2 * size,
         elementwise_elements=2 * size,
     )
@@ -135,7 +135,7 @@ def _head(name: str, width: int, vocabulary: int, *, sequence: int, tied: str | 
         forward_flops=2.0 * width * logits,
         parameters=width * vocabulary,
         output_elements=logits,
-        stash_elements=width * sequence + logits,
+        saved_elements=width * sequence + logits,
         moved_elements=width * sequence + 4 * logits,
         elementwise_elements=3 * logits,
         shares_weights_with=tied,
@@ -202,7 +202,7 @@ def bert(*, name: str, width: int, blocks: int, heads: int, sequence: int = 512,
                 forward_flops=2.0 * d * d,
                 parameters=d * d + d,
                 output_elements=d,
-                stash_elements=2 * d,
+                saved_elements=2 * d,
                 moved_elements=4 * d,
                 elementwise_elements=2 * d,
                 split=Split(channels=d),
@@ -212,7 +212,7 @@ def bert(*, name: str, width: int, blocks: int, heads: int, sequence: int = 512,
         transform = _Half(
             weights=d * d,
             other=d + 2 * d + vocabulary,
-            stash=3 * d,
+            saved_activations=3 * d,
             products=2 * d,
             elementwise=4 * d,
             kernels=1,
@@ -242,7 +242,7 @@ def llama(
         weights=2 * d * d + 2 * d * kv,
         other=d,
         # norm's input, its output, query, key and value, attention's output and its contiguous copy
-        stash=5 * d + 2 * kv + heads,
+        saved_activations=5 * d + 2 * kv + heads,
         products=(3 * d + d + 2 * kv) + (2 * d + 2 * kv) + 2 * d,
         # norm 2, rotary 2 of query and key, copies of the heads 2, residual sum 3
         elementwise=2 * d + 2 * (d + kv) + 2 * d + 3 * d,
@@ -252,7 +252,7 @@ def llama(
     mlp = _Half(
         weights=3 * d * f,
         other=d,
-        stash=2 * d + 4 * f,
+        saved_activations=2 * d + 4 * f,
         products=3 * d + 3 * f,
         # norm 2, SiLU 2, product 3, residual sum 3
         elementwise=5 * d + 5 * f,

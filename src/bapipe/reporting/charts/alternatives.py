@@ -32,10 +32,10 @@ def alternatives_chart(plan: Plan) -> Chart:
     own = (plan.prediction.time, max(stage.memory_bytes for stage in plan.stages))
     timed = [(0, plan.schedule.name, own)] + [
         (number, alternative.name, (alternative.time, alternative.memory_bytes))
-        for number, alternative in enumerate(plan.rivals, start=1)
+        for number, alternative in enumerate(plan.alternatives, start=1)
         if alternative.time is not None
     ]
-    misfits = [(number, r) for number, r in enumerate(plan.rivals, start=1) if r.time is None]
+    misfits = [(number, r) for number, r in enumerate(plan.alternatives, start=1) if r.time is None]
     times = [point[0] for _, _, point in timed]
     capacity = min(stage.memory_capacity for stage in plan.stages)
     sizes = [point[1] for _, _, point in timed] + [alternative.memory_bytes for _, alternative in misfits]
@@ -67,7 +67,9 @@ def alternatives_chart(plan: Plan) -> Chart:
     parts.append(legend([*entries, ("misfit", "does not fit")] if misfits else entries, x=_LEFT, y=_BOTTOM + 54))
     note = "line: Pareto front, where less time costs memory; memory is that of the fullest accelerator"
     parts.append(label(_LEFT, _BOTTOM + 72, note, "soft"))
-    title = f"Time and memory of the plan and {len(plan.rivals)} alternatives, {len(front)} on the Pareto front"
+    title = (
+        f"Time and memory of the plan and {len(plan.alternatives)} alternatives, {len(front)} on the Pareto front"
+    )
     return Chart(name="alternatives", title=title, height=_BOTTOM + 80, body="".join(parts))
 
 

@@ -39,7 +39,7 @@ def memory_chart(view: MemoryView, *, time: float) -> Chart:
         *(
             (name, name if name != "buffers" else ("buffers and workspace" if view.exact else "receive buffers"))
             for name in _CONSTANT
-            if any(rank.beside_features()[name] > 0 for rank in ranks)
+            if any(rank.beside_activations()[name] > 0 for rank in ranks)
         ),
         ("features", words),
     ]
@@ -73,14 +73,14 @@ def _panel(
         rect(x, top, width, height, "band"),
     ]
     base = 0.0
-    for name, amount in rank.beside_features().items():
+    for name, amount in rank.beside_activations().items():
         if amount > 0:
             title = f"{name} on rank {rank.rank}: {format_bytes(amount)}"
             parts.append(rect(x, up(base + amount), width, up(base) - up(base + amount), f"{name} edge", title))
             base += amount
-    if rank.peak_features > 0:
+    if rank.peak_activations > 0:
         path = _steps(rank, x, width, time, up, base)
-        title = f"saved activations on rank {rank.rank}: at most {format_bytes(rank.peak_features)}"
+        title = f"saved activations on rank {rank.rank}: at most {format_bytes(rank.peak_activations)}"
         parts.append(f'<path class="features" d="{path}"><title>{safe(title, 200)}</title></path>')
     if 0 < rank.capacity <= highest:
         parts.append(f'<path class="limit" d="M{x:.1f},{up(rank.capacity):.1f}H{x + width:.1f}"/>')
@@ -93,9 +93,9 @@ def _steps(rank: RankMemory, x: float, width: float, time: float, up: Scale, bas
     level = np.zeros(_POINTS)
     # The level in force when a stretch begins, and every change within it.
     begin = np.searchsorted(rank.times, edges[:-1], side="right") - 1
-    level = np.where(begin >= 0, rank.features[begin], 0.0)
+    level = np.where(begin >= 0, rank.activations[begin], 0.0)
     where = np.clip(np.searchsorted(edges, rank.times, side="right") - 1, 0, _POINTS - 1)
-    np.maximum.at(level, where, rank.features)
+    np.maximum.at(level, where, rank.activations)
     xs = np.linspace(x, x + width, _POINTS + 1)
     parts = [f"M{x:.1f},{up(base):.1f}"]
     previous = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bapipe.records.plan import Prediction, Rival
+from bapipe.records.plan import Alternative, Prediction
 from bapipe.reporting.charts.frame import Chart, safe
 from bapipe.units import format_bytes, format_seconds, format_seconds_range
 
@@ -23,7 +23,7 @@ def seconds(value: float) -> str:
     return figure(value, format_seconds(value))
 
 
-def time_range(about: Prediction | Rival) -> str:
+def time_range(about: Prediction | Alternative) -> str:
     """A time, and the range in which it lies where that is known; – where there is none."""
     if about.time is None:
         return "–"

@@ -26,7 +26,7 @@ def head_section(plan: Plan, found: Comparison | None) -> str:
     ]
     if found is not None:
         # The whole step, synchronisation of the ranks included: what a training run gets.
-        rate = Pair(predicted=prediction.throughput, measured=plan.minibatch / found.step_seconds)
+        rate = Pair(predicted=prediction.throughput, measured=plan.minibatch / found.step.measured)
         off = "" if rate.error is None else f" ({rate.error:+.0%})"
         sentence = (
             f"{format_throughput(rate.measured)} samples/s measured, {format_throughput(rate.predicted)} predicted"
@@ -35,8 +35,8 @@ def head_section(plan: Plan, found: Comparison | None) -> str:
         tiles[:2] = [
             ("measured throughput", "measured_throughput", _samples(rate.measured)),
             ("predicted throughput", "throughput", _samples(rate.predicted) + prediction_error(rate)),
-            ("measured time per global batch", "measured", seconds(found.time.measured)),
-            ("predicted time", "time", time_range(prediction) + prediction_error(found.time)),
+            ("measured time per global batch", "measured", seconds(found.step.measured)),
+            ("predicted time", "time", time_range(prediction) + prediction_error(found.step)),
         ]
     shown = "".join(f'<div><dt>{name}</dt><dd id="figure-{key}">{value}</dd></div>' for name, key, value in tiles)
     source = (
@@ -56,16 +56,18 @@ def _samples(rate: float) -> str:
 
 def why_not_the_others(plan: Plan) -> str:
     """The fastest alternative and why it lost, and how many do not fit."""
-    timed = [alternative for alternative in plan.rivals if alternative.time is not None]
-    misfits = len(plan.rivals) - len(timed)
-    if not plan.rivals:
+    timed = [alternative for alternative in plan.alternatives if alternative.time is not None]
+    misfits = len(plan.alternatives) - len(timed)
+    if not plan.alternatives:
         return "No alternative was considered."
     none = f"{'it does' if misfits == 1 else 'they do'} not fit"
     if not timed:
-        return f"Of {counted(len(plan.rivals), 'alternative')} none is possible: {none}."
+        return f"Of {counted(len(plan.alternatives), 'alternative')} none is possible: {none}."
     nearest = min(timed, key=lambda alternative: alternative.time or 0.0)
     tail = "" if not misfits else f" {counted(misfits, 'alternative')} would not fit."
-    return f"The fastest of {counted(len(plan.rivals), 'alternative')}, {nearest.name}: {nearest.reason}.{tail}"
+    return (
+        f"The fastest of {counted(len(plan.alternatives), 'alternative')}, {nearest.name}: {nearest.reason}.{tail}"
+    )
 
 
 def prediction_error(pair: Pair) -> str:

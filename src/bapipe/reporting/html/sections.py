@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from bapipe.analysis.predicted_measured import Comparison, MemoryPair, Pair
 from bapipe.planner.partition.paper.step_record import Step
-from bapipe.records.plan import MemoryParts, Plan, PlanStage, Rival
+from bapipe.records.plan import Alternative, MemoryParts, Plan, PlanStage
 from bapipe.reporting.charts.alternatives import alternatives_chart, pareto_front
 from bapipe.reporting.charts.balance import balance_chart, balance_of
 from bapipe.reporting.charts.frame import Chart, safe
@@ -35,7 +35,7 @@ from bapipe.simulator.timeline import Timeline
 
 __all__ = ["MOST_ROWS", "Subject", "charts_of", "sections_html"]
 
-_PARTS = {"features": "saved activations"}
+_PARTS = {"activations": "saved activations"}
 """heads of columns that differ from the plan's keys"""
 MOST_ROWS = 200
 """rows of a table; further layers or alternatives are counted, not listed"""
@@ -156,7 +156,7 @@ def _balance(subject: Subject, chart: Chart) -> str:
                 _layer_range(stage) + (" (recomputes)" if stage.recompute else ""),
                 seconds(stage.forward),
                 seconds(stage.backward),
-                figure(stage.peak_features, f"{stage.peak_features:g}"),
+                figure(stage.in_flight, f"{stage.in_flight:g}"),
                 share(busy[rank] / time if time > 0 else 0.0),
                 seconds(exposed[rank]),
             ]
@@ -184,7 +184,7 @@ def _memory(subject: Subject, chart: Chart) -> str:
                 size(parts.weights),
                 size(parts.gradients),
                 size(parts.optimizer),
-                size(parts.features),
+                size(parts.activations),
                 size(parts.buffers),
                 size(parts.workspace),
             ]
@@ -244,7 +244,7 @@ def _cut_table(plan: Plan) -> str:
 def _alternatives(plan: Plan, chart: Chart) -> str:
     memory = max(stage.memory_bytes for stage in plan.stages)
     everyone = [
-        Rival(
+        Alternative(
             name=f"{plan.schedule.name} (this plan)",
             time=plan.prediction.time,
             memory_bytes=memory,
@@ -252,7 +252,7 @@ def _alternatives(plan: Plan, chart: Chart) -> str:
             low=plan.prediction.low,
             high=plan.prediction.high,
         ),
-        *plan.rivals,
+        *plan.alternatives,
     ]
     timed = [number for number, alternative in enumerate(everyone) if alternative.time is not None]
     points = [(everyone[number].time or 0.0, everyone[number].memory_bytes) for number in timed]
@@ -302,16 +302,17 @@ def _comparison(subject: Subject) -> str:
     one_each = all(row.stage == row.rank for row in stages)
     rows = []
     for row in stages:
-        in_flight = f"{row.live.predicted:g} → {row.live.measured:g}"
+        in_flight = f"{row.in_flight.predicted:g} → {row.in_flight.measured:g}"
         bubble = f"{share(row.bubble.predicted)} → {share(row.bubble.measured)}"
         times = [_both(pair) for pair in (row.forward, row.backward, row.busy)]
         where = [str(row.stage)] if one_each else [str(row.stage), str(row.rank)]
         rows.append([*where, *times, bubble, in_flight, _memory_pair(row.memory)])
     worst = max(stages, key=lambda row: abs(row.busy.error or 0.0))
     words = (
-        f"<p>One global batch was predicted to take {seconds(found.time.predicted)} and took "
-        f"{seconds(found.time.measured)}{prediction_error(found.time)}, from its first action to the end of "
-        f"its last; a step with the ranks' synchronisation took {seconds(found.step_seconds)} in the median. "
+        f"<p>A step was predicted to take {seconds(found.step.predicted)} and took "
+        f"{seconds(found.step.measured)}{prediction_error(found.step)} in the median. Its actions, from the first "
+        f"to the end of the last, take {_both(found.time)}; beside them lay {seconds(found.overhead.measured)}, "
+        f"where the plan counts {seconds(found.overhead.predicted)}. "
         f"The busy time of rank {worst.rank} is furthest off. Errors are predicted over measured, less one.</p>"
     )
     whole = [row.memory.measured for row in stages if row.memory.source == "resident"]

@@ -13,6 +13,8 @@ from bapipe.units import format_bandwidth, format_bytes, format_seconds
 
 __all__ = ["comparison_notes", "comparison_tables", "correction_table"]
 
+_NOTHING = 1e-9
+"""seconds that two sums of the same times may differ by"""
 _PAIRS_IN_A_TABLE = 2
 """so that it fits into a terminal of 80 columns"""
 
@@ -41,7 +43,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         for row in stages:
             cells = [str(row.stage), *(() if one_each else (str(row.rank),))]
             cells += [_seconds(figure(row)) for _, figure in part]
-            table.add_row(*cells, *((_counts(row.live),) if first == 0 else ()))
+            table.add_row(*cells, *((_counts(row.in_flight),) if first == 0 else ()))
         tables.append(table)
     return [*tables, _rank_table(comparison, one_each)]
 
@@ -65,9 +67,9 @@ def _rank_table(comparison: Comparison, one_each: bool) -> Table:
 def comparison_notes(comparison: Comparison) -> list[str]:
     """The global batch as a whole, what the links took, and what the memory figures are."""
     notes = [
-        f"global batch: {_seconds(comparison.time)}, bubble {_share(comparison.bubble)}",
-        f"a step takes {format_seconds(comparison.step_seconds)} in the median; "
-        f"{format_seconds(comparison.outside_seconds)} of the recorded one lie outside of its actions",
+        f"step: {_seconds(comparison.step)}, the median of the run",
+        f"its actions: {_seconds(comparison.time)}, bubble {_share(comparison.bubble)}",
+        f"beside its actions: {_overhead(comparison.overhead)}",
     ]
     notes += [_link_note(estimate) for estimate in comparison.links]
     resident = [row.memory.measured for row in comparison.stages if row.memory.source == "resident"]
@@ -78,6 +80,11 @@ def comparison_notes(comparison: Comparison) -> list[str]:
             f"of up to {format_bytes(max(known))}"
         )
     return notes
+
+
+def _overhead(pair: Pair) -> str:
+    known = abs(pair.predicted) > _NOTHING
+    return _seconds(pair) if known else f"{format_seconds(pair.measured)}, which the plan does not count"
 
 
 def _link_note(estimate: LinkEstimate) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.planner.partition.paper.step_record import Step
-from bapipe.records.plan import Plan, PlanStage, Prediction, Rival
+from bapipe.records.plan import Alternative, Plan, PlanStage, Prediction
 from bapipe.units import format_bytes, format_seconds, format_seconds_range, format_throughput
 
 __all__ = ["answer", "render_alternatives", "render_plan", "render_steps", "shape", "stage_layers"]
@@ -49,7 +49,7 @@ def answer(plan: Plan) -> str:
     )
 
 
-def _time(about: Prediction | Rival, *, between: str = " ") -> str:
+def _time(about: Prediction | Alternative, *, between: str = " ") -> str:
     """The time, and the range in which it lies where that is known."""
     if about.time is None:
         return "–"
@@ -94,7 +94,7 @@ def _bar(share: float) -> str:
 def render_plan(plan: Plan, *, alternatives: int = 8) -> RenderableType:
     """The answer, a row per stage, the alternatives and the notes."""
     parts: list[RenderableType] = [Text(answer(plan), style="bold"), _StageTable(plan)]
-    if plan.rivals:
+    if plan.alternatives:
         parts.append(render_alternatives(plan, alternatives))
     sizes = sorted({format_bytes(stage.memory_capacity) for stage in plan.stages})
     parts.append(Text(f"· memory: the peak, of an accelerator's {' or '.join(sizes)}"))
@@ -139,7 +139,7 @@ class _StageTable:
         return (
             str(number),
             _both(stage.forward, stage.backward),
-            f"{stage.peak_features:g}",
+            f"{stage.in_flight:g}",
             f"{_bar(share)} {memory}" if bars else memory,
             format_bytes(stage.send_forward_bytes) if number + 1 < len(self._stages) else "–",
         )
@@ -155,11 +155,11 @@ def render_alternatives(plan: Plan, most: int = 8) -> Table:
     table = Table(title="why not the others", title_justify="left")
     for header in ("alternative", "time", "memory", "reason"):
         table.add_column(header, justify="right" if header in ("time", "memory") else "left", overflow="fold")
-    for alternative in plan.rivals[:most]:
+    for alternative in plan.alternatives[:most]:
         time = _time(alternative, between="\n")
         table.add_row(alternative.name, time, format_bytes(alternative.memory_bytes), alternative.reason)
-    if len(plan.rivals) > most:
-        table.caption = f"and {len(plan.rivals) - most} more, which plan.json has (--out)"
+    if len(plan.alternatives) > most:
+        table.caption = f"and {len(plan.alternatives) - most} more, which plan.json has (--out)"
     return table
 
 

@@ -111,7 +111,9 @@ def layer_view(plan: Plan, profile: Profile) -> LayerView:
         forward += _slowest([costs[name].forward * share for name in types])
         backward += _slowest([costs[name].backward * share for name in types])
     weights = profile.weight_bytes
-    saved, ahead, back = (_largest(costs, field) for field in ("stash", "boundary_forward", "boundary_backward"))
+    saved, ahead, back = (
+        _largest(costs, field) for field in ("saved_activations", "boundary_forward", "boundary_backward")
+    )
     layers = tuple(
         ShownLayer(
             index=index,

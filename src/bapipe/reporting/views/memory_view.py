@@ -29,18 +29,18 @@ class RankMemory:
     """of the peak"""
     times: Floats
     """seconds at which the saved activations change"""
-    features: Floats
+    activations: Floats
     """bytes held from that time on"""
 
     @property
-    def peak_features(self) -> float:
+    def peak_activations(self) -> float:
         """At any time; more than at the peak where other parts are less meanwhile."""
-        return float(self.features.max(initial=0.0))
+        return float(self.activations.max(initial=0.0))
 
-    def beside_features(self) -> dict[str, float]:
+    def beside_activations(self) -> dict[str, float]:
         """The other parts as at the peak, less what is not there when saved activations are at their most."""
         parts = self.parts
-        over = max(0.0, self.peak_features - parts.features)
+        over = max(0.0, self.peak_activations - parts.activations)
         buffers = max(0.0, parts.buffers + parts.workspace - over)
         over -= parts.buffers + parts.workspace - buffers
         gradients = max(0.0, parts.gradients - over)
@@ -64,8 +64,8 @@ class MemoryView:
 
 def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
     """Memory of each rank over the plan's predicted timeline; every peak is the plan's `memory_bytes`."""
-    known = [stage.stash_bytes is not None for stage in plan.stages]
-    saved = [stage.stash_bytes or 0.0 for stage in plan.stages]
+    known = [stage.saved_bytes is not None for stage in plan.stages]
+    saved = [stage.saved_bytes or 0.0 for stage in plan.stages]
     kept = [stage.kept_bytes or 0.0 for stage in plan.stages]
     delayed = [stage.delayed_bytes for stage in plan.stages]
     later = [whole if own is None else own for own, whole in zip(delayed, saved, strict=True)]
@@ -76,10 +76,10 @@ def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
         own = tuple(number for number, stage in enumerate(plan.stages) if name in stage.accelerators)
         fullest = max((plan.stages[number] for number in own), key=lambda stage: stage.memory_bytes)
         parts = fullest.memory_parts or _inferred(plan, own)
-        times, features = series[rank]
+        times, activations = series[rank]
         if fullest.memory_parts is None or not all(known[number] for number in own):
-            times, features = in_flight[rank]
-            features = features * (parts.features / max(1.0, float(features.max(initial=0.0))))
+            times, activations = in_flight[rank]
+            activations = activations * (parts.activations / max(1.0, float(activations.max(initial=0.0))))
         ranks.append(
             RankMemory(
                 rank=rank,
@@ -89,7 +89,7 @@ def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
                 peak=fullest.memory_bytes,
                 parts=parts,
                 times=times,
-                features=features,
+                activations=activations,
             )
         )
     return MemoryView(ranks=tuple(ranks), exact=all(stage.memory_parts is not None for stage in plan.stages))
@@ -108,5 +108,7 @@ def _inferred(plan: Plan, own: tuple[int, ...]) -> MemoryParts:
     peak, state = max(stage.memory_bytes for stage in stages), memory.state * weights
     rest = peak - held - weights - state
     if rest < 0:
-        return MemoryParts(weights=0.0, gradients=0.0, optimizer=0.0, features=0.0, buffers=peak, workspace=0.0)
-    return MemoryParts(weights=held, gradients=weights, optimizer=state, features=rest, buffers=0.0, workspace=0.0)
+        return MemoryParts(weights=0.0, gradients=0.0, optimizer=0.0, activations=0.0, buffers=peak, workspace=0.0)
+    return MemoryParts(
+        weights=held, gradients=weights, optimizer=state, activations=rest, buffers=0.0, workspace=0.0
+    )

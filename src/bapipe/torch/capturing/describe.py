@@ -56,7 +56,7 @@ class CapturedLayer:
     """of these, the ones that multiply parameters"""
     elementwise_elements: float
     """per sample, written by whatever is no product"""
-    stash_elements: float
+    saved_elements: float
     """per sample, about what backward keeps, from the formulas of each operator; measure to know"""
     kernels: int
     """products"""
@@ -101,7 +101,7 @@ def describe_layers(program: Program, module: nn.Module, groups: Sequence[Group]
                     elements_written(node, program.sizes) for node in steps if not program.products[node]
                 )
                 / program.batch,
-                stash_elements=_stash(program, steps) / program.batch,
+                saved_elements=_saved_elements(program, steps) / program.batch,
                 kernels=max(1, len(heavy)),
                 split=_split(program, group),
                 conv=_conv(program, anchors),
@@ -172,7 +172,7 @@ def _conv(program: Program, anchors: Sequence[fx.Node]) -> tuple[int, ...] | Non
     return (weight[1], weight[0], weight[2], output[-2], output[-1]) if len(output) >= 3 else None
 
 
-def _stash(program: Program, steps: Sequence[fx.Node]) -> float:
+def _saved_elements(program: Program, steps: Sequence[fx.Node]) -> float:
     kept: set[fx.Node] = set()
     extra = 0.0
     for node in steps:
@@ -215,7 +215,7 @@ def to_layer(layer: CapturedLayer, before: Sequence[CapturedLayer]) -> Layer:
         forward_flops=layer.forward_flops,
         parameters=count,
         output_elements=per_sample,
-        stash_elements=layer.stash_elements,
+        saved_elements=layer.saved_elements,
         error_elements=errors,
         elementwise_elements=layer.elementwise_elements,
         weight_flops=layer.weight_flops,

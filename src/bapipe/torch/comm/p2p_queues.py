@@ -36,7 +36,7 @@ class Inbox:
 
     def begin(self, order: Sequence[int], messages: Mapping[int, Message]) -> None:
         """A global batch begins: post the first receives of the micro-batches in `order`."""
-        assert self.idle, "the last mini-batch was not received to its end"
+        assert self.idle, "the last global batch was not received to its end"
         self._messages = messages
         self._next = iter(order)
         self._post(AHEAD)
@@ -76,7 +76,7 @@ class Outbox:
 
     def begin(self, *, answered: bool) -> None:
         """A global batch begins, in which messages are answered or not."""
-        assert self.idle, "the last mini-batch was not sent to its end"
+        assert self.idle, "the last global batch was not sent to its end"
         self._answered = answered
 
     def send(self, microbatch: int, values: Sequence[Tensor]) -> None:

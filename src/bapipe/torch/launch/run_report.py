@@ -27,7 +27,7 @@ class RankReport:
 
     rank: int
     stage: int | None = None
-    """its stage, where `peak_live` is one number"""
+    """its stage, where `peak_in_flight` is one number"""
     host: str
     events: tuple[tuple[str, float, float], ...]
     """action, start and end, none where nothing was traced; of an all-reduce its end counts, and the end of the
@@ -36,7 +36,7 @@ class RankReport:
     """action -> the rank its result went to, and when"""
     arrived: dict[str, float]
     """action of a neighbour -> when its result was in hand"""
-    peak_live: Mapping[int, int] | int
+    peak_in_flight: Mapping[int, int] | int
     """stage -> most micro-batches in flight at once, or that of `stage`, its only one"""
     peak_memory: int | None
     memory_source: MemorySource | None = None
@@ -46,10 +46,10 @@ class RankReport:
 
     def live_by_stage(self) -> Mapping[int, int]:
         """Stage -> most micro-batches in flight at once on this rank."""
-        if not isinstance(self.peak_live, int):
-            return self.peak_live
+        if not isinstance(self.peak_in_flight, int):
+            return self.peak_in_flight
         assert self.stage is not None, "one number of micro-batches in flight needs the stage it is of"
-        return {self.stage: self.peak_live}
+        return {self.stage: self.peak_in_flight}
 
 
 def median_step(steps: Sequence[StepRecord]) -> int:
@@ -115,7 +115,7 @@ def make_record(
         )
         if any(report.events for report in ranks)
         else None,
-        peak_live=tuple(live[stage] for stage in sorted(live)),
+        peak_in_flight=tuple(live[stage] for stage in sorted(live)),
         peak_memory=tuple(report.peak_memory for report in ranks),
         memory_source=tuple(
             report.memory_source or ("resident" if report.device == "cpu" else "allocated") for report in ranks

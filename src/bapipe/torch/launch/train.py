@@ -281,7 +281,7 @@ def _train(
     )
 
 
-def rank_report(device: torch.device, trace: RankTrace | None, peak_live: dict[int, int]) -> RankReport:
+def rank_report(device: torch.device, trace: RankTrace | None, peak_in_flight: dict[int, int]) -> RankReport:
     """What this rank reports after a run; `trace` is of the recorded step, in rank 0's clock, if there is one."""
     return RankReport(
         rank=dist.get_rank(),
@@ -290,7 +290,7 @@ def rank_report(device: torch.device, trace: RankTrace | None, peak_live: dict[i
         events=() if trace is None else trace.events,
         sent={} if trace is None else trace.sent,
         arrived={} if trace is None else trace.arrived,
-        peak_live=peak_live,
+        peak_in_flight=peak_in_flight,
         peak_memory=peak_memory(device),
     )
 

@@ -118,7 +118,7 @@ def _record(runnable: RunnablePlan, options: RunOptions, folders: Sequence[Path]
     seconds = [end - start for start, end in zip((trace.start, *trace.ends), trace.ends, strict=False)]
     recorded = int(sum_over_ranks(_median(seconds, trace) if rank == 0 else 0.0))
     own = _traced(trace, recorded, offset) if options.trace else None
-    reports = gathered(rank_report(pipe.device, own, {pipe.stage: trace.peak_live}))
+    reports = gathered(rank_report(pipe.device, own, {pipe.stage: trace.peak_in_flight}))
     versions = gathered(trace.weight_versions)
     found = gathered(kept) if options.check else None
     if rank != 0:
@@ -147,7 +147,7 @@ def _record(runnable: RunnablePlan, options: RunOptions, folders: Sequence[Path]
 
 def _traced(trace: EndlessTrace, step: int, offset: float) -> RankTrace:
     """One step's actions; what was sent when cannot be said of one step alone."""
-    return RankTrace(events=trace.events[step], sent={}, arrived={}, peak_live={}).shifted(-offset)
+    return RankTrace(events=trace.events[step], sent={}, arrived={}, peak_in_flight={}).shifted(-offset)
 
 
 def _median(seconds: list[float], trace: EndlessTrace) -> int:

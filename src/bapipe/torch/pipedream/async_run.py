@@ -44,7 +44,7 @@ class EndlessTrace:
     host had queued it"""
     events: dict[int, tuple[Event, ...]]
     """global batch -> its actions; those of the last `KEPT_STEPS`. Empty where nothing is traced"""
-    peak_live: int
+    peak_in_flight: int
     """most micro-batches in flight at once"""
     weight_versions: int
     """most versions of the weights held at once"""
@@ -135,7 +135,7 @@ class AsyncRun:
             start=self._begun,
             ends=tuple(self._finished),
             events={step: tuple(events) for step, events in self._events.items()},
-            peak_live=peak,
+            peak_in_flight=peak,
             weight_versions=self._stage.versions.peak,
         )
 
@@ -189,7 +189,7 @@ class AsyncRun:
         batch = next(batches, None)
         if batch is None:
             wanted = self._total // count
-            raise BaPipeError(f"the data ended after {step} of {wanted} mini-batches; lower steps")
+            raise BaPipeError(f"the data ended after {step} of {wanted} global batches; lower steps")
         leaves, targets = self._engine.cut(*batch)
         for place in range(count):
             self._data[number + place] = (leaves[place : place + 1], targets[place : place + 1])

@@ -53,12 +53,14 @@ def _delayed(measured: Measurement, microbatch: int) -> tuple[float, ...] | None
         held = next((item.delayed for item in items if item.delayed is not None), None)
         if held is None and weights and any(item.input_gradient is not None for item in items):
             return None
-        stash = memory.stash[first : last + 1]
+        saved_activations = memory.saved_activations[first : last + 1]
         if held is None:
             # Nothing to defer; or no gradient to send on, so that all of the backward is deferred.
-            held = sum(stash) + memory.boundary_backward[last] if weights else 0.0
-        total = sum(stash)
-        found += [held * (value / total if total > 0 else 1 / len(stash)) for value in stash]
+            held = sum(saved_activations) + memory.boundary_backward[last] if weights else 0.0
+        total = sum(saved_activations)
+        found += [
+            held * (value / total if total > 0 else 1 / len(saved_activations)) for value in saved_activations
+        ]
     return row_of_model(measured, found)
 
 
@@ -134,7 +136,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         delayed=None if None in waiting else tuple(row for row in waiting if row is not None),
         part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
         part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
-        part_stash=tuple(divided[size].stash for size in sizes) if divided else None,
+        part_saved_activations=tuple(divided[size].saved_activations for size in sizes) if divided else None,
         not_fitting=measured.not_fitting,
         spread=max(_LEAST_ERROR, *(max(spread(measured, size)) for size in sizes)),
     )

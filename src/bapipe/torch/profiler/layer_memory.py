@@ -44,13 +44,13 @@ class _Flight:
     kept: dict[int, int] = field(default_factory=dict)
     """address -> last layer that saved it"""
 
-    def land(self, still: set[int], stash: list[float], before: list[float]) -> None:
+    def land(self, still: set[int], saved_activations: list[float], before: list[float]) -> None:
         """Book what no longer travels, if anyone saved it, to the layer that received it first; `before`: of this,
         what that one did not save, nor one after it."""
         for address in [address for address in self.owner if address not in still]:
             layer, size = self.owner.pop(address)
             if address in self.kept:
-                stash[layer] += size
+                saved_activations[layer] += size
                 before[layer] += size if self.kept.pop(address) < layer else 0.0
 
 
@@ -85,7 +85,7 @@ def weigh(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> S
     if chain.mixed is not None:
         state |= chain.mixed.addresses
     count = len(pieces)
-    stash, onward, backward, later, library = ([0.0] * count for _ in range(5))
+    saved_activations, onward, backward, later, library = ([0.0] * count for _ in range(5))
     ahead, back, passing, returning, before, kept = ([0.0] * count for _ in range(6))
     flight = _Flight()
     roots: set[int] = set()
@@ -98,7 +98,7 @@ def weigh(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> S
         for address, nbytes in (storage_of(leaf) for leaf in taken if isinstance(leaf, Tensor)):
             if address not in roots | state:
                 roots.add(address)
-                stash[index] += nbytes
+                saved_activations[index] += nbytes
         once = _once(piece, received, taken)
         outputs = _tensors(once.outputs)
         sent = {address: nbytes for address, nbytes in map(storage_of, outputs) if nbytes}
@@ -112,7 +112,7 @@ def weigh(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> S
                 flight.kept[address] = index
             elif address not in state | roots:
                 own += nbytes
-        stash[index] += own
+        saved_activations[index] += own
         library[index] = once.library
         ahead[index], back[index] = _both_ways(outputs)
         passing[index], returning[index] = _both_ways([v for v in outputs if storage_of(v)[0] not in fresh])
@@ -130,14 +130,14 @@ def weigh(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> S
         flight.owner.update({address: (index if last else index + 1, nbytes) for address, nbytes in fresh.items()})
         if last:
             flight.kept |= dict.fromkeys(sent, index)
-        flight.land(set() if last else set(sent), stash, before)
+        flight.land(set() if last else set(sent), saved_activations, before)
         values = [value.detach() if isinstance(value, Tensor) else value for value in once.outputs]
         del once, received, outputs
     return SizeMemory(
         microbatch=size,
         boundary_forward=tuple(ahead),
         boundary_backward=tuple(back),
-        stash=tuple(stash),
+        saved_activations=tuple(saved_activations),
         workspace=tuple(max(pair) for pair in zip(onward, backward, strict=True)),
         forward_workspace=tuple(onward),
         backward_workspace=tuple(backward),
@@ -259,18 +259,18 @@ def _backward(outputs: Sequence[Any], received: Sequence[Any]) -> None:
 
 
 def predicted_peak(measured: Measurement, microbatch: int) -> float | None:
-    """Most bytes that one step of the whole model needs: weights, casts, gradients, optimizer state, stash and
+    """Most bytes that one step of the model needs: weights, casts, gradients, optimizer, saved activations and
     workspace.
 
-    The workspace of a layer counts while only the layers up to it still hold their stash; the output and its
-    gradient are held to the end. None where what the libraries hold is not known, as on a CPU.
+    The workspace of a layer counts while only the layers up to it still hold their saved activations; the output
+    and its gradient are held to the end. None where what the libraries hold is not known, as on a CPU.
     """
     memory = bytes_of_model(measured, measured.memory_at(microbatch))
     known = [item.idle for item in measured.whole if item.microbatch == microbatch and item.idle is not None]
     if not known:
         return None
     output = memory.boundary_forward[-1] + memory.boundary_backward[-1]
-    held, layers = np.cumsum(memory.stash), np.arange(len(memory.stash))
+    held, layers = np.cumsum(memory.saved_activations), np.arange(len(memory.saved_activations))
     beyond = needed_beyond(np.array(memory.workspace), held, layers, np.full(len(held), output))
     weighed = measured.optimizer_bytes
     trained = sum(layer.parameters for layer in model_layers(measured) if layer.steps_weights)

@@ -31,14 +31,14 @@ class PartRows:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    stash: tuple[float, ...]
+    saved_activations: tuple[float, ...]
 
     def times(self, time: float, size: float) -> PartRows:
         """Times by one factor, bytes by the other."""
         return PartRows(
             forward=tuple(value * time for value in self.forward),
             backward=tuple(value * time for value in self.backward),
-            stash=tuple(value * size for value in self.stash),
+            saved_activations=tuple(value * size for value in self.saved_activations),
         )
 
 
@@ -211,12 +211,12 @@ def part_costs(measured: Measurement, microbatch: int) -> PartRows | None:
     Of a GPU a part's time is the device's or, where that is longer, the host's to issue it alone, and so is the
     layer's that it is held against: an issue-bound layer's parts are issued faster within a step.
     """
-    forward, backward, stash = [], [], []
+    forward, backward, saved_activations = [], [], []
     for index, layer in enumerate(measured.layers):
         if layer.split is None:
             forward.append(0.0)
             backward.append(0.0)
-            stash.append(0.0)
+            saved_activations.append(0.0)
             continue
         found = measured.part_rounds(microbatch, index)
         if not found:
@@ -230,8 +230,11 @@ def part_costs(measured: Measurement, microbatch: int) -> PartRows | None:
         forward.append(_beyond(halves, ahead, measured.empty_forward))
         halves = [[item.backward[part] for item in found] for part in (0, 1)]
         backward.append(_beyond(halves, back, measured.empty_backward))
-        stash.append(max(0.0, next((item.stash for item in found if item.stash is not None), 0.0)) / 2)
-    return PartRows(forward=tuple(forward), backward=tuple(backward), stash=tuple(stash))
+        saved_activations.append(
+            max(0.0, next((item.saved_activations for item in found if item.saved_activations is not None), 0.0))
+            / 2
+        )
+    return PartRows(forward=tuple(forward), backward=tuple(backward), saved_activations=tuple(saved_activations))
 
 
 def _beyond(parts: Sequence[Sequence[Reading]], whole: Sequence[Reading], empty: Reading | None) -> float:

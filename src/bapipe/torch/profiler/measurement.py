@@ -121,7 +121,7 @@ class PartTiming:
     whole_forward: Reading | None = None
     """of the layer itself; None: it is a unit of its own, whose timings say so"""
     whole_backward: Reading | None = None
-    stash: float | None = None
+    saved_activations: float | None = None
     """bytes that both parts keep beyond the whole layer, negative where they keep less; None: known from another
     round"""
 
@@ -133,10 +133,10 @@ class SizeMemory:
     microbatch: int
     boundary_forward: tuple[float, ...]
     boundary_backward: tuple[float, ...]
-    stash: tuple[float, ...]
+    saved_activations: tuple[float, ...]
     """each kept storage once in the whole model: a boundary value where it is received"""
     workspace: tuple[float, ...]
-    """on top of all stashes up to this layer, while it runs"""
+    """on top of all saved activations up to this layer, while it runs"""
     forward_workspace: tuple[float, ...] = ()
     """of these, while its forward runs, and below its backward; (): not distinguished"""
     backward_workspace: tuple[float, ...] = ()

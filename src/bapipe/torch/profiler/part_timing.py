@@ -72,12 +72,12 @@ def time_parts(
     times = timed(first, ahead), timed(second, behind)
     undivided = chain.piece(layer, layer)
     own = timed(undivided, inputs_of(undivided, values, chain.device)) if whole else None
-    stash = None
+    saved_activations = None
     if weigh:
-        stash = _kept(first, ahead) + _kept(second, behind, received=True)
+        saved_activations = _kept(first, ahead) + _kept(second, behind, received=True)
         given = inputs_of(undivided, values, chain.device)
         cast_weights(undivided, given)
-        stash -= _kept(undivided, given, received=True)
+        saved_activations -= _kept(undivided, given, received=True)
     if chain.mixed is not None:
         chain.mixed.forget((*first.parameters, *second.parameters))
     return PartTiming(
@@ -88,7 +88,7 @@ def time_parts(
         backward=(times[0].backward, times[1].backward),
         whole_forward=own.forward if own else None,
         whole_backward=own.backward if own else None,
-        stash=None if stash is None else float(stash),
+        saved_activations=None if saved_activations is None else float(saved_activations),
     )
 
 

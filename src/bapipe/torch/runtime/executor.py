@@ -38,7 +38,7 @@ class RankTrace:
     """action -> the rank its result went to, and when"""
     arrived: dict[str, float]
     """action of another rank -> when its result was used at the earliest"""
-    peak_live: dict[int, int]
+    peak_in_flight: dict[int, int]
     """stage -> most micro-batches in flight at once"""
 
     def shifted(self, by: float) -> RankTrace:
@@ -152,7 +152,7 @@ class Executor:
             raise self.failed(error) from error
         for runner in self._runners.values():
             runner.end()
-        assert self.idle, "something of this mini-batch was kept"
+        assert self.idle, "something of this global batch was kept"
         self.current = None
         return self._trace(marks) if self._clock.traces else None
 
@@ -317,5 +317,5 @@ class Executor:
             events=tuple(events),
             sent=sent,
             arrived=arrived,
-            peak_live={stage: runner.peak_in_flight for stage, runner in self._runners.items()},
+            peak_in_flight={stage: runner.peak_in_flight for stage, runner in self._runners.items()},
         )

@@ -63,7 +63,7 @@ def as_runnable(plan: Plan | RunnablePlan | str | Path, *, flushes: bool) -> Run
     schedule = runnable.schedule
     if flushes != schedule.flushes:
         raise BaPipeError(
-            f"{schedule.name} waits for every mini-batch to end; train it with Pipeline, or plan with pipedream"
+            f"{schedule.name} waits for every global batch to end; train it with Pipeline, or plan with pipedream"
             if schedule.flushes
             else f"{schedule.name} updates while it runs; train it with PipeDream, or plan with 1f1b-so"
         )
@@ -175,7 +175,7 @@ def microbatch_sizes(plan: Plan) -> tuple[int, ...]:
     last = plan.minibatch - (count - 1) * size
     if not 1 <= last <= size:
         raise BaPipeError(
-            f"{count} micro-batches of {size} cannot hold a mini-batch of {plan.minibatch} samples; plan again"
+            f"{count} micro-batches of {size} cannot hold a global batch of {plan.minibatch} samples; plan again"
         )
     return (*[size] * (count - 1), last)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Action
 from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import Transport, guarded
-from bapipe.torch.comm.choose_transport import make_transport
+from bapipe.torch.comm.choose_transport import connect
+from bapipe.torch.comm.nccl import abort_nccl, nccl_group
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.dtypes import autocast_dtype
 from bapipe.torch.device.precision_modes import MixedForward, set_precision
+from bapipe.torch.health.process_exit import on_leaving
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.action_clock import clock_for
 from bapipe.torch.runtime.build_stages import (
@@ -45,8 +47,10 @@ from bapipe.torch.runtime.gradient_sync import MakeSums, Reducer, TiedWeights
 from bapipe.torch.runtime.microbatches import split_inputs, split_targets
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import RunnablePlan, check_precision
-from bapipe.torch.runtime.process_group import device_of, join
+from bapipe.torch.runtime.process_group import device_of, join, planned_rank
+from bapipe.torch.runtime.rank_slice import take_slice
 from bapipe.torch.runtime.rank_state import RankState
+from bapipe.torch.runtime.run_channels import run_channels
 from bapipe.torch.stage.loss import LossFunction, LossSum, LossTotals
 from bapipe.torch.stage.loss_weighing import Weighing
 from bapipe.torch.stage.runner import StageRunner
@@ -73,8 +77,12 @@ class Engine:
     ) -> None:
         """`make_sums` says which gradients are summed over which ranks; the rest is as in `Pipeline`."""
         self.plan, self.schedule, self.sizes = runnable.plan, runnable.schedule, runnable.sizes
+        if not dist.is_initialized():
+            take_slice(self.plan, planned_rank(self.plan), None if options.device is None else str(options.device))
         self.rank = join(self.plan, options.timeout)
         self.device = device_of(self.plan, options.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         keep_in_pages(self.device)
         self.stages = tuple(self.schedule.stages_of(self.rank))
         """the (virtual) stages of this rank"""
@@ -106,11 +114,21 @@ class Engine:
             self.runners = self._make_runners()
             self.state = RankState(captured, self.schedule, self.rank, self.runners, users)
             self._phase(f"connecting to {len(self.plan.ranks) - 1} other ranks")
-            self.reducers, self.tied = self._make_sums(make_sums, users)
-            self.transport: Transport = make_transport(
-                options.transport, device=self.device, timeout=options.timeout
+            if self.device.type == "cuda":
+                on_leaving(abort_nccl)
+            connection = connect(
+                options.transport,
+                device=self.device,
+                channels=run_channels(
+                    self.schedule, lambda boundary, onward: self.own.message(boundary, max(self.sizes), onward)
+                ),
+                timeout=options.timeout,
             )
-            _logger.info("rank %d is ready: tensors cross by %s", self.rank, self.transport.name)
+            self.transport: Transport = connection.transport
+            self.reducers, self.tied = self._make_sums(make_sums, users, connection.sums)
+            on_gpu = self.device.type == "cuda"
+            # On GPUs there was a choice, which is worth a line that stays.
+            _logger.info("rank %d is ready: %s", self.rank, connection.reason, extra={"lasting": on_gpu})
         note = self.watch.progress.note_action
         self.executor = Executor(
             self.rank,
@@ -155,10 +173,16 @@ class Engine:
         }
 
     def _make_sums(
-        self, make_sums: MakeSums, users: Mapping[str, tuple[int, ...]]
+        self, make_sums: MakeSums, users: Mapping[str, tuple[int, ...]], backend: str
     ) -> tuple[dict[int, Reducer], TiedWeights]:
+        def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+            if backend == "nccl":
+                return nccl_group(ranks, self.device)
+            group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
+            return group
+
         own = {stage: dict(runner.module.named_parameters()) for stage, runner in self.runners.items()}
-        return make_sums(self.schedule.placement, users, own, self.timeout)
+        return make_sums(self.schedule.placement, users, own, new_group)
 
     def close(self) -> None:
         """Let go of threads and links; every rank has taken its last step."""
@@ -171,7 +195,7 @@ class Engine:
         own_targets: list[Any] = []
         needed = set(self.own.needed)
         if needed and inputs is None:
-            raise BaPipeError(f"rank {self.rank} needs the inputs, got None; give every rank the mini-batch")
+            raise BaPipeError(f"rank {self.rank} needs the inputs, got None; give every rank the global batch")
         # A rank that needs none of it looks at it all the same, so that all ranks refuse a wrong one.
         if inputs is not None:
             leaves = split_inputs(self.own.inputs, inputs, self.sizes, needed=needed)

@@ -110,7 +110,7 @@ class StageRunner:
 
         It runs with the `weights` that are given, by name, in place of the module's own; gradients go to them.
         """
-        assert self.idle, "something of the last mini-batch was kept"
+        assert self.idle, "something of the last global batch was kept"
         self._step = step
         self._inputs = inputs
         self._targets = targets

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bapipe.analysis.calibrate import Calibrated
+from bapipe.analysis.calibrate import Calibrated, write_calibrated
 from bapipe.costs.optimizers import parse_optimizer
 from bapipe.costs.profile import Profile, read_profile, write_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.cluster_file import parse_cluster, read_cluster
-from bapipe.hardware.cluster_toml import cluster_toml
 from bapipe.hardware.precision import DEFAULT_PRECISION, find_precision
 from bapipe.io.files import content_hash, dump_json, read_versioned, write_text
 from bapipe.models.builtin import Argument
@@ -260,8 +259,7 @@ def _calibrate(
     plans = probe_plans(profile, cluster, request, request.minibatch)
     steps.begin(f"correcting layers and links by {len(plans)} short runs", _seconds(plans))
     found, _ = probe(profile, cluster, plans, run, code=Path.cwd())
-    write_profile(found.profile, in_run)
-    write_text(links, cluster_toml(found.cluster, comment="links as runs used them"))
+    write_calibrated(found, in_run, links)
     write_text(made, dump_json(_CalibratedFrom(key=key)))
     return found
 

@@ -49,8 +49,8 @@ def _one_layer(problem: Problem) -> str:
     there = np.flatnonzero(problem.counts)
     most = min(problem.max_replicas, int(problem.counts.max()))
     share = -(-inflight // most)
-    whole = share * problem.stash_bytes
-    again = share * problem.input_bytes + problem.stash_bytes
+    whole = share * problem.saved_bytes
+    again = share * problem.input_bytes + problem.saved_bytes
     kept = {"never": whole, "always": again, "allowed": np.minimum(whole, again)}[problem.recompute]
     need = problem.weights_bytes + kept
     room = problem.capacity - problem.overhead
@@ -77,7 +77,7 @@ def _together(problem: Problem, tables: Tables) -> str:
     inflight = int(np.minimum(problem.inflight, problem.microbatches).max())
     high = int(
         problem.weights_bytes.sum()
-        + (inflight + 1) * (problem.stash_bytes.sum() + problem.input_bytes.max())
+        + (inflight + 1) * (problem.saved_bytes.sum() + problem.input_bytes.max())
         + problem.overhead.max()
     )
     if not allowed(high):

@@ -108,7 +108,7 @@ class Area(NamedTuple):
 def reach_memory(
     width: int,
     weights: Any,
-    stash: Any,
+    saved: Any,
     inputs: Any,
     least_input: int,
     room: Any,
@@ -128,7 +128,7 @@ def reach_memory(
         for i in range(width):
             if j < i:
                 j = i
-            while j < last and weights[j + 1] - weights[i] + depth * (stash[j + 1] - stash[i]) <= free:
+            while j < last and weights[j + 1] - weights[i] + depth * (saved[j + 1] - saved[i]) <= free:
                 j += 1
             outer[row + i] = j
             far[row + i] = j
@@ -139,7 +139,7 @@ def reach_memory(
                 high = outer[row + i]
                 while low < high:
                     middle = (low + high + 1) // 2
-                    if weights[middle] - weights[i] + stash[middle] - stash[i] <= free:
+                    if weights[middle] - weights[i] + saved[middle] - saved[i] <= free:
                         low = middle
                     else:
                         high = middle - 1

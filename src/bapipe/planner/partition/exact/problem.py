@@ -39,7 +39,7 @@ _FLOATS = ("forward", "backward", "send_forward", "send_backward", "reduce_rate"
 _INTS = (
     "counts",
     "weights_bytes",
-    "stash_bytes",
+    "saved_bytes",
     "input_bytes",
     "gradient_bytes",
     "capacity",
@@ -73,7 +73,7 @@ class Problem:
     """whether both directions share a link's time"""
     weights_bytes: NDArray[np.int64]
     """[layer] weights, gradients and optimizer state together"""
-    stash_bytes: NDArray[np.int64]
+    saved_bytes: NDArray[np.int64]
     """[layer] kept per in-flight micro-batch for backward"""
     input_bytes: NDArray[np.int64]
     """[layer] what enters the layer, kept per in-flight micro-batch if its stage recomputes and starts there"""
@@ -125,7 +125,7 @@ class Problem:
             "counts": np.atleast_1d(counts),
             "microbatches": microbatches,
             **dict.fromkeys(("send_forward", "send_backward"), zeros[1:]),
-            **dict.fromkeys(("weights_bytes", "stash_bytes", "input_bytes", "gradient_bytes"), zeros),
+            **dict.fromkeys(("weights_bytes", "saved_bytes", "input_bytes", "gradient_bytes"), zeros),
             "capacity": np.full(types, UNLIMITED),
             "overhead": np.zeros(types),
             "inflight": [inflight_microbatches("1f1b", d, microbatches) for d in range(int(np.sum(counts)) + 1)],
@@ -277,7 +277,7 @@ def _stage(problem: Problem, choice: Choice, accelerators: int) -> PartitionStag
     needed = HeldBytes(
         weights=int(problem.weights_bytes[span].sum()),
         casts=0,
-        stash=int(problem.stash_bytes[span].sum()),
+        saved_activations=int(problem.saved_bytes[span].sum()),
         delayed=0,
         kept=int(problem.input_bytes[choice.first_layer]),
         buffers=0,
@@ -308,7 +308,7 @@ def _check(problem: Problem) -> None:
         **dict.fromkeys(("backward", "update"), (types, layers)),
         **dict.fromkeys(("counts", "capacity", "overhead"), (types,)),
         **dict.fromkeys(("send_forward", "send_backward"), (layers - 1,)),
-        **dict.fromkeys(("weights_bytes", "stash_bytes", "input_bytes", "gradient_bytes"), (layers,)),
+        **dict.fromkeys(("weights_bytes", "saved_bytes", "input_bytes", "gradient_bytes"), (layers,)),
     }
     for name, shape in shapes.items():
         got = getattr(problem, name).shape
@@ -353,7 +353,7 @@ def _check(problem: Problem) -> None:
             )
     heaviest = int(problem.weights_bytes.sum()) + int(problem.overhead.max())
     inflight = min(problem.microbatches, int(problem.inflight.max())) * (
-        float(problem.stash_bytes.sum()) + float(problem.input_bytes.max())
+        float(problem.saved_bytes.sum()) + float(problem.input_bytes.max())
     )
     if heaviest + inflight > 2**62:
         raise BaPipeError(

@@ -142,7 +142,7 @@ def reach(problem: Problem, keys: Keys, *, backend: Backend, extra: int = 0) -> 
         reach_memory,
         width,
         backend.hold(np.concatenate([[0], np.cumsum(problem.weights_bytes)])),
-        backend.hold(np.concatenate([[0], np.cumsum(problem.stash_bytes)])),
+        backend.hold(np.concatenate([[0], np.cumsum(problem.saved_bytes)])),
         backend.hold(problem.input_bytes),
         int(problem.input_bytes.min()),
         backend.hold(problem.capacity[type_] - problem.overhead[type_] + extra),

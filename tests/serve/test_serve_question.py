@@ -128,3 +128,8 @@ def test_anything_is_read_or_refused(values: dict[str, object]) -> None:
         assert parse_question(query_values(question)) == question
     assert complaint.isprintable()
     assert len(complaint) < 600
+
+
+def test_a_link_from_before_names_the_precision_by_its_old_name() -> None:
+    assert parse_question({**BASE, "dtype": "bf16-mixed"}) == parse_question({**BASE, "precision": "bf16-mixed"})
+    assert "--precision bf16-mixed" in command_line(parse_question({**BASE, "dtype": "bf16-mixed"}))

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
+from bapipe.hardware.precision import Precision
 from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.capturing.layer_signature import layer_signatures
 from bapipe.torch.capturing.torch_internals import flatten, flatten_recurrent, unflatten
 from bapipe.torch.compiling.compiled_layers import CompiledLayers, CompiledPrograms, StageLayers
 from bapipe.torch.compiling.layer_program import DeferredGradients
+from bapipe.torch.device.dtypes import autocast_dtype, weights_dtype
+from bapipe.torch.device.precision_modes import MixedForward
 from bapipe.torch.profiler.measurement import MeasuredLayer, Repeats
+from bapipe.torch.profiler.mixed_layers import MixedLayers
 from bapipe.torch.profiler.repeated_layers import find_repeats, kept_layers
 
 __all__ = [
@@ -23,8 +27,10 @@ __all__ = [
     "DistinctLayers",
     "LayerSequence",
     "RunnableLayer",
+    "cast_weights",
     "chain_of",
     "on_device",
+    "run_once",
     "tensors_of",
 ]
 
@@ -49,6 +55,8 @@ class RunnableLayer:
     """parameters and buffers"""
     compiled: tuple[CompiledLayers, ...] = ()
     """what runs it, if it is compiled"""
+    mixed: MixedLayers | None = None
+    """where weights are cast for it, in mixed precision"""
 
     def forward_deferring(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], list[DeferredGradients]]:
         """Of a compiled piece: the outputs of a forward, and where its backward will leave the weight
@@ -62,6 +70,26 @@ class RunnableLayer:
             for layers in self.compiled:
                 layers.deferred = None
 
+    def known_storages(self) -> set[int]:
+        """Addresses of parameters and buffers, and of what autocast keeps of them."""
+        own = {item.untyped_storage().data_ptr() for item in (*self.state, *self.parameters)}
+        return own if self.mixed is None else own | self.mixed.addresses
+
+
+def run_once(piece: RunnableLayer, values: Sequence[Any]) -> tuple[Any, ...]:
+    """What the piece makes, without a graph. In mixed precision its weights are cast from then on."""
+    with torch.no_grad():
+        made = (
+            piece.run(*values) if piece.mixed is None else piece.mixed.noted(piece.run, piece.parameters, values)
+        )
+    return tuple(value.detach() if isinstance(value, Tensor) else value for value in made)
+
+
+def cast_weights(piece: RunnableLayer, values: Sequence[Any]) -> None:
+    """See to it that the piece's weights are cast, in mixed precision, and that it is known which are."""
+    if piece.mixed is not None and not piece.mixed.knows(piece.parameters):
+        run_once(piece, [value.clone() for value in values] if piece.overwrites else values)
+
 
 class LayerSequence(Protocol):
     """Layers to measure, of one model on one device."""
@@ -71,6 +99,8 @@ class LayerSequence(Protocol):
     """how they stand for the model's; None: they are the model's"""
     module: nn.Module
     """the whole model"""
+    mixed: MixedLayers | None
+    """where its weights are cast, in mixed precision"""
     device: torch.device
     fingerprint: str
     notes: tuple[str, ...]
@@ -122,9 +152,11 @@ class CapturedLayers:
         device: torch.device,
         dtype: torch.dtype,
         programs: CompiledPrograms | None = None,
+        mixed: MixedLayers | None = None,
     ) -> None:
         self.captured = captured
         self.programs = programs
+        self.mixed = mixed
         self.module = captured.module.to(device=device).train()
         self.device = device
         self.dtype = dtype
@@ -147,7 +179,11 @@ class CapturedLayers:
             return self
         self.module.to("cpu")
         chain = CapturedLayers(
-            self.captured.at(size), device=self.device, dtype=self.dtype, programs=self.programs
+            self.captured.at(size),
+            device=self.device,
+            dtype=self.dtype,
+            programs=self.programs,
+            mixed=self.mixed,
         )
         if [layer.name for layer in chain.layers] != [layer.name for layer in self.layers]:
             raise BaPipeError(
@@ -163,7 +199,8 @@ class CapturedLayers:
             own_args, own_kwargs = unflatten(given, spec)
             return self.module(*own_args, **own_kwargs)
 
-        return [on_device(leaf, self.device, self.dtype) for leaf in leaves], call
+        run = call if self.mixed is None else self.mixed.under(call)
+        return [on_device(leaf, self.device, self.dtype) for leaf in leaves], run
 
     def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> RunnableLayer:
         parts = {} if part is None else {first: part}
@@ -179,13 +216,14 @@ class CapturedLayers:
         return RunnableLayer(
             first=first,
             last=last,
-            run=stage,
+            run=stage if self.mixed is None else self.mixed.under(stage),
             parameters=tuple(item for item in stage.parameters() if item.requires_grad),
             receives=tuple(value.requires_grad for value in spec.received),
             roots=tuple(root.index for root in spec.roots),
             overwrites=False,
             state=tuple(_state(stage)),
             compiled=compiled,
+            mixed=self.mixed,
         )
 
     def whole_model(self) -> RunnableLayer:
@@ -204,7 +242,7 @@ class DistinctLayers:
         self._whole: RunnableLayer | None = None
         self.repeats: Repeats | None = repeats
         self.layers = tuple(chain.layers[index] for index in kept)
-        self.module, self.device = chain.module, chain.device
+        self.module, self.device, self.mixed = chain.module, chain.device, chain.mixed
         self.fingerprint, self.notes = chain.fingerprint, chain.notes
         self.programs = chain.programs
 
@@ -267,6 +305,7 @@ def _one_after_another(pieces: Sequence[RunnableLayer]) -> RunnableLayer:
         overwrites=pieces[0].overwrites,
         state=tuple(state.values()),
         compiled=tuple(layers for piece in pieces for layers in piece.compiled),
+        mixed=pieces[0].mixed,
     )
 
 
@@ -276,20 +315,23 @@ def chain_of(
     kwargs: dict[str, Any],
     *,
     device: torch.device,
-    dtype: torch.dtype,
+    precision: Precision,
     programs: CompiledPrograms | None = None,
 ) -> LayerSequence:
-    """The layers of a module to measure, on the device and in the dtype; the module itself is moved there.
+    """The layers of a module to measure, on the device and in the precision; the module itself is moved there.
 
-    With `programs` they run compiled. The capture is made and checked on the CPU. Of blocks that compute the same
-    two are measured.
+    With `programs` they run compiled. Layers of mixed precision are run in its region of a global batch
+    (`LayerSequence.mixed`). The capture is made and checked on the CPU. Of blocks that compute the same two are
+    measured.
     """
+    dtype, autocast = weights_dtype(precision), autocast_dtype(precision)
+    mixed = None if autocast is None else MixedLayers(MixedForward(device, autocast))
     module = module.to(dtype=dtype)
     cpu = torch.device("cpu")
     leaves, spec = flatten((tuple(args), dict(kwargs)))
     own_args, own_kwargs = unflatten([on_device(leaf, cpu, dtype) for leaf in leaves], spec)
     captured = capture(module, own_args, own_kwargs)
-    chain = CapturedLayers(captured, device=device, dtype=dtype, programs=programs)
+    chain = CapturedLayers(captured, device=device, dtype=dtype, programs=programs, mixed=mixed)
     signatures = layer_signatures(captured.program, captured.groups)
     kept = kept_layers(signatures)
     repeats = find_repeats(signatures, kept, chain.layers)

@@ -156,7 +156,9 @@ class CapturedLayers:
     ) -> None:
         self.captured = captured
         self.programs = programs
-        self.mixed = mixed
+        self._region = mixed
+        # Compiled layers cast their weights themselves, each time: nothing is kept.
+        self.mixed = mixed if programs is None else None
         self.module = captured.module.to(device=device).train()
         self.device = device
         self.dtype = dtype
@@ -183,7 +185,7 @@ class CapturedLayers:
             device=self.device,
             dtype=self.dtype,
             programs=self.programs,
-            mixed=self.mixed,
+            mixed=self._region,
         )
         if [layer.name for layer in chain.layers] != [layer.name for layer in self.layers]:
             raise BaPipeError(
@@ -199,7 +201,7 @@ class CapturedLayers:
             own_args, own_kwargs = unflatten(given, spec)
             return self.module(*own_args, **own_kwargs)
 
-        run = call if self.mixed is None else self.mixed.under(call)
+        run = call if self._region is None else self._region.under(call)
         return [on_device(leaf, self.device, self.dtype) for leaf in leaves], run
 
     def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> RunnableLayer:
@@ -216,7 +218,7 @@ class CapturedLayers:
         return RunnableLayer(
             first=first,
             last=last,
-            run=stage if self.mixed is None else self.mixed.under(stage),
+            run=stage if self._region is None else self._region.under(stage),
             parameters=tuple(item for item in stage.parameters() if item.requires_grad),
             receives=tuple(value.requires_grad for value in spec.received),
             roots=tuple(root.index for root in spec.roots),

@@ -33,6 +33,9 @@ __all__ = ["auto_command", "calibrate_command", "print_race"]
 @renamed("--precision", default=DEFAULT_PRECISION, show_default=True, help=PRECISION_HELP)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: GPUs, where there are any]")
 @click.option(
+    "--compile", "compiled", is_flag=True, help="Measure, race and run layers as torch.compile makes them."
+)
+@click.option(
     "--race", "racing", type=int, default=4, show_default=True, help="Plans to race; 1: the prediction decides."
 )
 @click.option(

@@ -59,6 +59,7 @@ __all__ = [
     "--threads", type=int, default=1, show_default=True, help="Of a CPU rank; a run gives each rank as many."
 )
 @click.option("--calibrate", is_flag=True, help="Scale the layers to the whole step; the profile says so.")
+@click.option("--compile", "compiled", is_flag=True, help="Measure layers as torch.compile makes them.")
 @click.option(
     "--parts",
     is_flag=True,
@@ -138,6 +139,7 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
             optimizer=options["optimizer"],
             accelerator=options["accelerator"],
             calibrate=options["calibrate"],
+            compile_=options["compiled"],
             threads=options["threads"] if options["device"] == "cpu" else None,
             slice_=load.name if load else "",
             before=load.wait if load else None,

@@ -53,6 +53,12 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Instead of what the plan has."),
         click.option(
+            "--compile/--no-compile",
+            "compiled",
+            default=usual.compiled,
+            help="Run layers as torch.compile makes them.  [default: as planned]",
+        ),
+        click.option(
             "--trace/--no-trace",
             default=usual.trace,
             show_default=True,

@@ -14,6 +14,8 @@ from bapipe.hardware.precision import Precision
 from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.capturing.layer_signature import layer_signatures
 from bapipe.torch.capturing.torch_internals import flatten, flatten_recurrent, unflatten
+from bapipe.torch.compiling.compiled_layers import CompiledLayers, CompiledPrograms, StageLayers
+from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.device.dtypes import autocast_dtype, weights_dtype
 from bapipe.torch.device.precision_modes import MixedForward
 from bapipe.torch.profiler.measurement import MeasuredLayer, Repeats
@@ -53,25 +55,39 @@ class RunnableLayer:
     """parameters and buffers"""
     mixed: MixedLayers | None = None
     """where weights are cast for it, in mixed precision"""
+    compiled: tuple[CompiledLayers, ...] = ()
+    """what runs it, if it is compiled"""
 
     def known_storages(self) -> set[int]:
         """Addresses of parameters and buffers, and of what autocast keeps of them."""
         own = {item.untyped_storage().data_ptr() for item in (*self.state, *self.parameters)}
         return own if self.mixed is None else own | self.mixed.addresses
 
+    def forward_deferring(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], list[DeferredGradients]]:
+        """Of a compiled piece: the outputs of a forward, and where its backward will leave the weight
+        gradients."""
+        deferred: list[DeferredGradients] = []
+        for layers in self.compiled:
+            layers.deferred = deferred
+        try:
+            return self.run(*arguments), deferred
+        finally:
+            for layers in self.compiled:
+                layers.deferred = None
+
 
 def run_once(piece: RunnableLayer, values: Sequence[Any]) -> tuple[Any, ...]:
-    """What the piece makes, without a graph. In mixed precision its weights are cast from then on."""
+    """What the piece makes, without a graph. In mixed precision its weights are cast from then on, unless it is
+    compiled: then it casts them itself, every time."""
+    mixed = None if piece.compiled else piece.mixed
     with torch.no_grad():
-        made = (
-            piece.run(*values) if piece.mixed is None else piece.mixed.noted(piece.run, piece.parameters, values)
-        )
+        made = piece.run(*values) if mixed is None else mixed.noted(piece.run, piece.parameters, values)
     return tuple(value.detach() if isinstance(value, Tensor) else value for value in made)
 
 
 def cast_weights(piece: RunnableLayer, values: Sequence[Any]) -> None:
     """See to it that the piece's weights are cast, in mixed precision, and that it is known which are."""
-    if piece.mixed is not None and not piece.mixed.knows(piece.parameters):
+    if piece.mixed is not None and not piece.compiled and not piece.mixed.knows(piece.parameters):
         run_once(piece, [value.clone() for value in values] if piece.overwrites else values)
 
 
@@ -88,6 +104,8 @@ class LayerSequence(Protocol):
     device: torch.device
     fingerprint: str
     notes: tuple[str, ...]
+    programs: CompiledPrograms | None
+    """the compiled layers; None: they run as they were captured"""
 
     def at(self, size: int) -> LayerSequence:
         """The chain that runs so many samples."""
@@ -134,9 +152,11 @@ class CapturedLayers:
         device: torch.device,
         dtype: torch.dtype,
         mixed: MixedLayers | None = None,
+        programs: CompiledPrograms | None = None,
     ) -> None:
         self.captured = captured
         self.mixed = mixed
+        self.programs = programs
         self.module = captured.module.to(device=device).train()
         self.device = device
         self.dtype = dtype
@@ -158,7 +178,9 @@ class CapturedLayers:
         if self.captured.dynamic or size == self.captured.batch:
             return self
         self.module.to("cpu")
-        chain = CapturedLayers(self.captured.at(size), device=self.device, dtype=self.dtype, mixed=self.mixed)
+        chain = CapturedLayers(
+            self.captured.at(size), device=self.device, dtype=self.dtype, mixed=self.mixed, programs=self.programs
+        )
         if [layer.name for layer in chain.layers] != [layer.name for layer in self.layers]:
             raise BaPipeError(
                 f"the model has other layers with {size} samples than with {self.captured.batch}; profile one size"
@@ -177,10 +199,15 @@ class CapturedLayers:
         return [on_device(leaf, self.device, self.dtype) for leaf in leaves], run
 
     def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> RunnableLayer:
-        parts = None if part is None else {first: part}
-        stage = self.captured.stage(first, last, parts=parts, device=self.device).to(self.device)
+        parts = {} if part is None else {first: part}
+        store: dict[tuple[str, int, int], Tensor] = {}
+        stage = self.captured.stage(first, last, parts=parts, store=store, device=self.device).to(self.device)
         if part is not None:
             flatten_recurrent(self.module, dict(stage.named_parameters()))
+        compiled: tuple[CompiledLayers, ...] = ()
+        if self.programs is not None:
+            layers = StageLayers(first=first, last=last, parts=parts, store=store)
+            compiled = (self.programs.attach(stage, self.captured, layers),)
         spec = stage.stage_spec
         return RunnableLayer(
             first=first,
@@ -192,6 +219,7 @@ class CapturedLayers:
             overwrites=False,
             state=tuple(_state(stage)),
             mixed=self.mixed,
+            compiled=compiled,
         )
 
     def whole_model(self) -> RunnableLayer:
@@ -212,6 +240,7 @@ class DistinctLayers:
         self.layers = tuple(chain.layers[index] for index in kept)
         self.module, self.device, self.mixed = chain.module, chain.device, chain.mixed
         self.fingerprint, self.notes = chain.fingerprint, chain.notes
+        self.programs = chain.programs
 
     def at(self, size: int) -> DistinctLayers:
         chain = self._chain.at(size)
@@ -272,6 +301,7 @@ def _one_after_another(pieces: Sequence[RunnableLayer]) -> RunnableLayer:
         overwrites=pieces[0].overwrites,
         state=tuple(state.values()),
         mixed=pieces[0].mixed,
+        compiled=tuple(layers for piece in pieces for layers in piece.compiled),
     )
 
 
@@ -282,11 +312,12 @@ def chain_of(
     *,
     device: torch.device,
     precision: Precision,
+    programs: CompiledPrograms | None = None,
 ) -> LayerSequence:
     """The layers of a module to measure, on the device and in the precision; the module itself is moved there.
 
-    Layers of mixed precision are run in its region of a global batch (`LayerSequence.mixed`). The capture is made
-    and checked on the CPU. Of blocks that compute the same two are measured.
+    Layers of mixed precision are run in its region of a global batch (`LayerSequence.mixed`). With `programs` they
+    run compiled. The capture is made and checked on the CPU. Of blocks that compute the same two are measured.
     """
     dtype, autocast = weights_dtype(precision), autocast_dtype(precision)
     mixed = None if autocast is None else MixedLayers(MixedForward(device, autocast))
@@ -295,7 +326,7 @@ def chain_of(
     leaves, spec = flatten((tuple(args), dict(kwargs)))
     own_args, own_kwargs = unflatten([on_device(leaf, cpu, dtype) for leaf in leaves], spec)
     captured = capture(module, own_args, own_kwargs)
-    chain = CapturedLayers(captured, device=device, dtype=dtype, mixed=mixed)
+    chain = CapturedLayers(captured, device=device, dtype=dtype, mixed=mixed, programs=programs)
     signatures = layer_signatures(captured.program, captured.groups)
     kept = kept_layers(signatures)
     repeats = find_repeats(signatures, kept, chain.layers)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import math
@@ -28,6 +29,7 @@ from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import Transport, guarded
 from bapipe.torch.comm.choose_transport import connect
 from bapipe.torch.comm.nccl import abort_nccl, nccl_group
+from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.dtypes import autocast_dtype
 from bapipe.torch.device.precision_modes import MixedForward, set_precision
@@ -51,6 +53,7 @@ from bapipe.torch.runtime.process_group import device_of, join, planned_rank
 from bapipe.torch.runtime.rank_slice import take_slice
 from bapipe.torch.runtime.rank_state import RankState
 from bapipe.torch.runtime.run_channels import run_channels
+from bapipe.torch.stage.compiled_loss import CompiledWeighing
 from bapipe.torch.stage.loss import LossFunction, LossSum, LossTotals
 from bapipe.torch.stage.loss_weighing import Weighing
 from bapipe.torch.stage.runner import StageRunner
@@ -107,9 +110,11 @@ class Engine:
             captured = planned_model(build_model, self.plan, options.seed, self.precision, autocast)
             self._phase(f"building {_named_stages(self.stages)} on {self.device}")
             users = stage_parameters(captured, self.plan)
+            self.programs = self._make_programs(options.compile)
+            """the compiled layers of this rank; None: they run as they were captured"""
             self.own = self._own_stages(captured, checkpoint, options.seed or 0)
             # One replica of the last stage warns where it is not known over what the loss is a mean.
-            self.weighing = Weighing(loss_fn, self.own.loss, warns=self.schedule.placement[-1][0] == self.rank)
+            self.weighing = self._weighing(loss_fn, warns=self.schedule.placement[-1][0] == self.rank)
             self.loss = LossSum(self.weighing, self.sizes)
             self.runners = self._make_runners()
             self.state = RankState(captured, self.schedule, self.rank, self.runners, users)
@@ -151,7 +156,35 @@ class Engine:
         self, captured: Captured, checkpoint: str | Path | Mapping[str, Tensor] | None, seed: int
     ) -> OwnStages:
         materialise_stages(captured, self.plan, self.stages, checkpoint, seed)
-        return own_stages(captured, self.plan, self.schedule, rank=self.rank, sizes=self.sizes, device=self.device)
+        with self._casting():  # compiled layers have the casts in them
+            own = own_stages(
+                captured,
+                self.plan,
+                self.schedule,
+                rank=self.rank,
+                sizes=self.sizes,
+                device=self.device,
+                programs=self.programs,
+            )
+        if self.programs is not None and not self.programs.compiled:
+            reason = next(iter(self.programs.failed.values()), "it has none")
+            _logger.warning("rank %d compiles no layer and runs all as captured: %s", self.rank, reason)
+        return own
+
+    def _make_programs(self, compile_: bool | None) -> CompiledPrograms | None:
+        if not (self.plan.compiled if compile_ is None else compile_):
+            return None
+        self._phase("compiling its layers")
+        split = self.schedule.parted_stages() & set(self.stages)
+        return CompiledPrograms(self.device, whole=split != set(self.stages), split=bool(split))
+
+    def _weighing(self, loss_fn: LossFunction | None, *, warns: bool) -> Weighing:
+        if self.programs is None:
+            return Weighing(loss_fn, self.own.loss, warns=warns)
+        return CompiledWeighing(loss_fn, self.own.loss, warns=warns, programs=self.programs)
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._mixed is None else self._mixed.forward()
 
     def _make_runners(self) -> dict[int, StageRunner]:
         last = self.schedule.num_stages - 1

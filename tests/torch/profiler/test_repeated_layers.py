@@ -101,7 +101,7 @@ def test_signatures_do_not_depend_on_names_or_values_but_on_shapes_and_operation
 
 def expanded(chain: LayerSequence, row: tuple[float, ...]) -> tuple[float, ...]:
     assert chain.repeats is not None
-    return tuple(row[index] for index in chain.repeats.weighed_as)
+    return tuple(row[index] for index in chain.repeats.weighed_as if row)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -53,10 +53,15 @@ class RunnableLayer:
     """whether it writes over what it receives, which must then not be a leaf"""
     state: tuple[Tensor, ...] = ()
     """parameters and buffers"""
-    compiled: tuple[CompiledLayers, ...] = ()
-    """what runs it, if it is compiled"""
     mixed: MixedLayers | None = None
     """where weights are cast for it, in mixed precision"""
+    compiled: tuple[CompiledLayers, ...] = ()
+    """what runs it, if it is compiled"""
+
+    def known_storages(self) -> set[int]:
+        """Addresses of parameters and buffers, and of what autocast keeps of them."""
+        own = {item.untyped_storage().data_ptr() for item in (*self.state, *self.parameters)}
+        return own if self.mixed is None else own | self.mixed.addresses
 
     def forward_deferring(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], list[DeferredGradients]]:
         """Of a compiled piece: the outputs of a forward, and where its backward will leave the weight
@@ -70,24 +75,19 @@ class RunnableLayer:
             for layers in self.compiled:
                 layers.deferred = None
 
-    def known_storages(self) -> set[int]:
-        """Addresses of parameters and buffers, and of what autocast keeps of them."""
-        own = {item.untyped_storage().data_ptr() for item in (*self.state, *self.parameters)}
-        return own if self.mixed is None else own | self.mixed.addresses
-
 
 def run_once(piece: RunnableLayer, values: Sequence[Any]) -> tuple[Any, ...]:
-    """What the piece makes, without a graph. In mixed precision its weights are cast from then on."""
+    """What the piece makes, without a graph. In mixed precision its weights are cast from then on, unless it is
+    compiled: then it casts them itself, every time."""
+    mixed = None if piece.compiled else piece.mixed
     with torch.no_grad():
-        made = (
-            piece.run(*values) if piece.mixed is None else piece.mixed.noted(piece.run, piece.parameters, values)
-        )
+        made = piece.run(*values) if mixed is None else mixed.noted(piece.run, piece.parameters, values)
     return tuple(value.detach() if isinstance(value, Tensor) else value for value in made)
 
 
 def cast_weights(piece: RunnableLayer, values: Sequence[Any]) -> None:
     """See to it that the piece's weights are cast, in mixed precision, and that it is known which are."""
-    if piece.mixed is not None and not piece.mixed.knows(piece.parameters):
+    if piece.mixed is not None and not piece.compiled and not piece.mixed.knows(piece.parameters):
         run_once(piece, [value.clone() for value in values] if piece.overwrites else values)
 
 
@@ -151,14 +151,12 @@ class CapturedLayers:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        programs: CompiledPrograms | None = None,
         mixed: MixedLayers | None = None,
+        programs: CompiledPrograms | None = None,
     ) -> None:
         self.captured = captured
+        self.mixed = mixed
         self.programs = programs
-        self._region = mixed
-        # Compiled layers cast their weights themselves, each time: nothing is kept.
-        self.mixed = mixed if programs is None else None
         self.module = captured.module.to(device=device).train()
         self.device = device
         self.dtype = dtype
@@ -181,11 +179,7 @@ class CapturedLayers:
             return self
         self.module.to("cpu")
         chain = CapturedLayers(
-            self.captured.at(size),
-            device=self.device,
-            dtype=self.dtype,
-            programs=self.programs,
-            mixed=self._region,
+            self.captured.at(size), device=self.device, dtype=self.dtype, mixed=self.mixed, programs=self.programs
         )
         if [layer.name for layer in chain.layers] != [layer.name for layer in self.layers]:
             raise BaPipeError(
@@ -201,7 +195,7 @@ class CapturedLayers:
             own_args, own_kwargs = unflatten(given, spec)
             return self.module(*own_args, **own_kwargs)
 
-        run = call if self._region is None else self._region.under(call)
+        run = call if self.mixed is None else self.mixed.under(call)
         return [on_device(leaf, self.device, self.dtype) for leaf in leaves], run
 
     def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> RunnableLayer:
@@ -218,14 +212,14 @@ class CapturedLayers:
         return RunnableLayer(
             first=first,
             last=last,
-            run=stage if self._region is None else self._region.under(stage),
+            run=stage if self.mixed is None else self.mixed.under(stage),
             parameters=tuple(item for item in stage.parameters() if item.requires_grad),
             receives=tuple(value.requires_grad for value in spec.received),
             roots=tuple(root.index for root in spec.roots),
             overwrites=False,
             state=tuple(_state(stage)),
-            compiled=compiled,
             mixed=self.mixed,
+            compiled=compiled,
         )
 
     def whole_model(self) -> RunnableLayer:
@@ -306,8 +300,8 @@ def _one_after_another(pieces: Sequence[RunnableLayer]) -> RunnableLayer:
         roots=roots,
         overwrites=pieces[0].overwrites,
         state=tuple(state.values()),
-        compiled=tuple(layers for piece in pieces for layers in piece.compiled),
         mixed=pieces[0].mixed,
+        compiled=tuple(layers for piece in pieces for layers in piece.compiled),
     )
 
 
@@ -322,9 +316,8 @@ def chain_of(
 ) -> LayerSequence:
     """The layers of a module to measure, on the device and in the precision; the module itself is moved there.
 
-    With `programs` they run compiled. Layers of mixed precision are run in its region of a global batch
-    (`LayerSequence.mixed`). The capture is made and checked on the CPU. Of blocks that compute the same two are
-    measured.
+    Layers of mixed precision are run in its region of a global batch (`LayerSequence.mixed`). With `programs` they
+    run compiled. The capture is made and checked on the CPU. Of blocks that compute the same two are measured.
     """
     dtype, autocast = weights_dtype(precision), autocast_dtype(precision)
     mixed = None if autocast is None else MixedLayers(MixedForward(device, autocast))
@@ -333,7 +326,7 @@ def chain_of(
     leaves, spec = flatten((tuple(args), dict(kwargs)))
     own_args, own_kwargs = unflatten([on_device(leaf, cpu, dtype) for leaf in leaves], spec)
     captured = capture(module, own_args, own_kwargs)
-    chain = CapturedLayers(captured, device=device, dtype=dtype, programs=programs, mixed=mixed)
+    chain = CapturedLayers(captured, device=device, dtype=dtype, mixed=mixed, programs=programs)
     signatures = layer_signatures(captured.program, captured.groups)
     kept = kept_layers(signatures)
     repeats = find_repeats(signatures, kept, chain.layers)

@@ -62,11 +62,11 @@ def walk(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> Wa
     values: Sequence[Any] = ()
     for piece in pieces:
         received.append(tuple(value.detach().to("cpu", copy=piece.overwrites) for value in values))
-        given = (*values, *(leaves[index] for index in piece.roots))
+        taken = (*values, *(leaves[index] for index in piece.roots))
         if piece.compiled:  # the first time it is compiled
-            run_once(piece, given)
+            run_once(piece, taken)
         begun = time.perf_counter()
-        values = run_once(piece, given)
+        values = run_once(piece, taken)
         seconds.append(time.perf_counter() - begun)
     return Walk(received=tuple(received), leaves=tuple(leaves), seconds=tuple(seconds))
 

@@ -76,13 +76,13 @@ def time_whole(
     make_gradients(chain.module.parameters())
     piece = chain.whole_model()
     roots = [leaves[index] for index in piece.roots]
+    if piece.mixed is not None:
+        run_once(piece, roots)
     if chain.programs is not None:  # the module itself is not compiled
 
         def eager() -> list[Tensor]:
             return tensors_of(piece.run(*roots))
 
-    if piece.mixed is not None:
-        run_once(piece, roots)
     issue = _fitting(StepIssue(units, leaves), warmup)
     peak, idle = _peak(chain, eager, leaves)
     steps = [_TrainingStep(eager), _TrainingStep(lambda: tensors_of(piece.run(*roots)))]

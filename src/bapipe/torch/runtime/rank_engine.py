@@ -184,7 +184,7 @@ class Engine:
         return CompiledWeighing(loss_fn, self.own.loss, warns=warns, programs=self.programs)
 
     def _casting(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._mixed is None else self._mixed.forward(keep=False)
+        return contextlib.nullcontext() if self._mixed is None else self._mixed.forward()
 
     def _make_runners(self) -> dict[int, StageRunner]:
         last = self.schedule.num_stages - 1

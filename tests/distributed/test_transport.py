@@ -24,12 +24,11 @@ from bapipe.torch.comm.rank_topology import Place  # noqa: E402
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device, and torch finds none")]
-NEEDS_GPUS = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and torch finds {GPUS}")]
 NAMES = [
     pytest.param("gloo"),
     pytest.param("staged", marks=NEEDS_GPU),
     pytest.param("ipc", marks=NEEDS_GPU),
-    pytest.param("nccl", marks=NEEDS_GPUS),
+    pytest.param("nccl", marks=NEEDS_GPU),
 ]
 PATIENCE = 120.0
 """seconds after which a case that has not answered hangs"""
@@ -178,6 +177,7 @@ CPU = Place(host="a", device="cpu")
         ([ONE, replace(ONE, gpu="2")], ("nccl", "ipc", "staged")),
         ([ONE, replace(ONE, host="b")], ("nccl", "staged")),
         ([ONE, ONE], ("ipc", "staged")),
+        ([replace(ONE, nccl_host="1"), replace(ONE, nccl_host="2")], ("nccl", "ipc", "staged")),
         ([ONE, ONE, replace(ONE, host="b")], ("staged",)),
     ],
 )

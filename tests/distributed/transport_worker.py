@@ -336,7 +336,9 @@ def run_case(name: str, rank: int, device: torch.device, case: str, timeout: flo
 
 def serve(connection: Connection, folder: str, rank: int, name: str) -> None:
     """Do the cases that come, each as (name, timeout), until None comes."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    if name == "nccl" and torch.cuda.device_count() < WORLD:
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"  # ranks that share a GPU, as on slices
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if name != "gloo":

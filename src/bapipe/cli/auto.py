@@ -31,6 +31,9 @@ __all__ = ["auto_command", "calibrate_command", "print_race"]
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, tf32, bf16, fp16 or fp64.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: GPUs, where there are any]")
 @click.option(
+    "--compile", "compiled", is_flag=True, help="Measure, race and run layers as torch.compile makes them."
+)
+@click.option(
     "--race", "racing", type=int, default=4, show_default=True, help="Plans to race; 1: the prediction decides."
 )
 @click.option(

@@ -56,6 +56,8 @@ __all__ = ["plan_command"]
               help="Of transfers, such as 30%.  [default: as the cluster has it]")  # fmt: skip
 @click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
 @click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
+@click.option("--compile", "compiled", is_flag=True,
+              help="Stages run as torch.compile makes them, as those of a profile with --compile do.")  # fmt: skip
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="An assumption of the FPGA model, such as "
               "allocation=fluid; --explain lists them.")  # fmt: skip
 @click.option("--explain", is_flag=True, help="Show the paper's exploration step by step.")

@@ -16,6 +16,7 @@ from bapipe.cli.values import Counts, Numbers
 from bapipe.costs.profile import CostTable, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
 from bapipe.errors import BaPipeError
+from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.io.files import dump_json, write_text
 from bapipe.models.model_spec import parse_arguments
 from bapipe.units import format_bytes, format_seconds, parse_bytes
@@ -56,6 +57,7 @@ __all__ = [
     "--threads", type=int, default=1, show_default=True, help="Of a CPU rank; a run gives each rank as many."
 )
 @click.option("--calibrate", is_flag=True, help="Scale the layers to the whole step; the profile says so.")
+@click.option("--compile", "compiled", is_flag=True, help="Measure layers as torch.compile makes them.")
 @click.option(
     "--parts",
     is_flag=True,
@@ -65,9 +67,16 @@ __all__ = [
 @click.option("--details", type=click.Path(dir_okay=False), help="Write everything measured as JSON.")
 @click.option("--slice-of", type=int, help="Profile one of so many equal slices of the GPU, the others loaded.")
 @click.option("--slice-memory", help="Memory of each slice, such as 16GB.")
+@click.option("--slice", type=int, default=0, help="Which slice, where the GPU is cut (bapipe slices start).")
 @click.option("--links", is_flag=True, help="Measure links between ranks of this machine instead of a model.")
-@click.option("--ranks", type=int, default=2, show_default=True, help="For --links.")
-@click.option("--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True)
+@click.option("--ranks", type=int, help="For --links.  [default: all GPUs or slices, or 2 on CPUs]")
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="For --links: what carries messages; auto is what a run would take.",
+)
 def profile_command(model: str | None, **options: Any) -> None:
     """Measure what every layer of MODEL costs on a device of this machine.
 
@@ -127,6 +136,7 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
             optimizer=options["optimizer"],
             accelerator=options["accelerator"],
             calibrate=options["calibrate"],
+            compile_=options["compiled"],
             threads=options["threads"] if options["device"] == "cpu" else None,
             slice_=load.name if load else "",
             before=load.wait if load else None,
@@ -136,26 +146,33 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
 
 @contextlib.contextmanager
 def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> Iterator[Load | None]:
-    """Put this process on a slice with the others loaded, if asked."""
-    if options["slice_of"] is None:
-        yield None
-        return
+    """Put this process on a slice with the others loaded, if asked or if the GPU is cut already."""
     import os
 
     from bapipe.torch import slices
     from bapipe.torch.profiler.background_load import loaded
 
-    if not options["device"].startswith("cuda"):
+    on_gpu = options["device"].startswith("cuda")
+    if not on_gpu and options["slice_of"] is not None:
         raise BaPipeError(f"--slice-of cuts a GPU, got --device {options['device']}; add --device cuda")
-    memory = parse_bytes(options["slice_memory"], what="--slice-memory") if options["slice_memory"] else None
-    gpu = int(options["device"].partition(":")[2] or 0)
-    before = slices.status(gpu)
-    cut = slices.start(slices.even_slices(options["slice_of"]), memory=memory, gpu=gpu)
-    os.environ.update(slices.slice_environment(cut, 0))
+    gpu = int(options["device"].partition(":")[2] or 0) if on_gpu else 0
+    before = slices.status(gpu) if on_gpu else None
+    if options["slice_of"] is None and before is None:
+        yield None
+        return
+    index = options["slice"]
+    if options["slice_of"] is not None:
+        memory = parse_bytes(options["slice_memory"], what="--slice-memory") if options["slice_memory"] else None
+        cut = slices.start(slices.even_slices(options["slice_of"]), memory=memory, gpu=gpu)
+    else:
+        assert before is not None
+        cut = before
+        click.echo(f"on slice {index} of {len(cut)}: {slices.describe(cut, index)}, the others loaded", err=True)
+    os.environ.update(slices.slice_environment(cut, index))
     options["device"] = "cuda"
     sizes = [size for size in options["microbatches"] if size <= 16] or [min(options["microbatches"])]
     try:
-        with loaded(cut, 0, model, arguments, dtype=options["dtype"], microbatch=max(sizes)) as load:
+        with loaded(cut, index, model, arguments, dtype=options["dtype"], microbatch=max(sizes)) as load:
             yield load
     finally:
         if before is None:
@@ -235,12 +252,15 @@ def _links(options: dict[str, Any]) -> None:
     device = options["device"].partition(":")[0]
     if device not in ("cpu", "cuda"):
         raise BaPipeError(f"a device is cpu or cuda, got '{device[:60]}'")
-    measured = measure_links(options["ranks"], backend=options["backend"], device=device)
-    text = cluster_text(detect(ranks=options["ranks"], threads=options["threads"]), measured)
+    ranks = options["ranks"] or (max(2, detect(device=device).count) if device == "cuda" else 2)
+    measured = measure_links(ranks, transport=options["transport"], device=device)
+    text = cluster_text(detect(ranks=ranks, threads=options["threads"], device=device), measured)
     if options["out"]:
         write_text(options["out"], text)
     _print_links(measured.pairs, "point to point")
-    _print_links(measured.all_reduce, f"all-reduce of {measured.ranks}")
+    _print_links(measured.together, "all neighbours at once")
+    _print_links(measured.all_reduce, "all-reduce from the first rank to the last")
+    click.echo(measured.reason)
     click.echo(f"wrote {options['out']}" if options["out"] else text)
 
 
@@ -250,13 +270,14 @@ def _print_links(samples: Any, title: str) -> None:
     from bapipe.reporting.terminal.console import terminal
 
     table = Table(title=title, title_justify="left")
-    for header in ("ranks", "message", "directions", "time", "bytes/s each"):
+    for header in ("ranks", "message", "directions", "ranks compute", "time", "bytes/s each"):
         table.add_column(header, justify="right")
     for item in samples:
         table.add_row(
-            f"{item.first}-{item.second}",
+            f"{item.first} to {item.second}",
             format_bytes(item.nbytes),
             "both" if item.both else "one",
+            "yes" if item.busy else "no",
             format_seconds(item.seconds.median),
             f"{format_bytes(item.nbytes / item.seconds.median)}/s",
         )

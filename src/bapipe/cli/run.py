@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from bapipe.errors import BaPipeError
+from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.torch.checkpoint.checkpoint_options import Saving
 from bapipe.torch.launch.run_options import RunOptions
 
@@ -45,12 +46,18 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--transport",
-            type=click.Choice(["auto", "gloo", "staged", "ipc", "nccl"]),
+            type=click.Choice(TRANSPORTS),
             default=usual.transport,
             show_default=True,
             help="How tensors get from rank to rank.",
         ),
         click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Instead of what the plan has."),
+        click.option(
+            "--compile/--no-compile",
+            "compiled",
+            default=usual.compiled,
+            help="Run layers as torch.compile makes them.  [default: as planned]",
+        ),
         click.option(
             "--trace/--no-trace",
             default=usual.trace,

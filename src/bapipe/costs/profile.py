@@ -61,6 +61,8 @@ class Profile:
     """by accelerator type"""
     input_bytes: float = 0.0
     """bytes of one sample into the first layer"""
+    compiled: bool = False
+    """whether the layers were measured compiled"""
 
     def __post_init__(self) -> None:
         if not self.layers:

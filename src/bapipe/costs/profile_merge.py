@@ -42,6 +42,8 @@ def _require_same_model(first: Profile, other: Profile) -> None:
         raise BaPipeError(f"{names} differ in fingerprint ({one}, {two}): not one model; profile the same code")
     if first.dtype != other.dtype:
         raise BaPipeError(f"{names} are of {first.dtype} and {other.dtype}; merge profiles of one dtype")
+    if first.compiled != other.compiled:
+        raise BaPipeError(f"one of {names} was measured compiled, the other was not; profile both alike")
     if len(first.layers) != len(other.layers):
         raise BaPipeError(f"{names} have {len(first.layers)} and {len(other.layers)} layers; merge one model")
     for here, there in zip(first.layers, other.layers, strict=True):

@@ -48,6 +48,7 @@ def make_plan(found: Exploration) -> Plan:
         ),
         alternatives=_alternatives(found),
         notes=_notes(found),
+        compiled=found.profile.compiled or found.request.compiled,
     )
 
 
@@ -210,6 +211,8 @@ def _notes(found: Exploration) -> tuple[str, ...]:
         notes.append(
             f"times are {chain.source}, not measured: profile the model on {types} for figures to rely on"
         )
+    if found.request.compiled and not found.profile.compiled:
+        notes.append("stages run compiled, times are of layers that are not: profile with --compile for their own")
     ends = [chain.units[stage.last] for stage in found.best.candidate.stages]
     if any(unit.stop < unit.of for unit in ends):
         unknown = [name for name in chain.types if found.profile.table(name).part_forward is None]

@@ -60,6 +60,8 @@ class Request:
     """relative standard error of a layer's time; None: as the profile's tables have it, 0 where they do not"""
     link_error: float | None = None
     """relative standard error of a transfer's time; None: as the cluster's links have it"""
+    compiled: bool = False
+    """whether the plan's stages run compiled though the profile was not measured so"""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:

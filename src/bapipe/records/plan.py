@@ -163,6 +163,8 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     deployment: Deployment | None = None
     """what each FPGA is built with; None for other accelerators"""
+    compiled: bool = False
+    """whether its stages run compiled"""
 
     def __post_init__(self) -> None:
         if not self.stages:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="transformers is not installed; it is part of the test extra")
 
@@ -147,3 +150,36 @@ def test_routing_by_data_names_operation_and_module() -> None:
         BaPipeError, match=r"Wav2Vec2ForCTC cannot be traced: .* `if labels is not None and labels.max"
     ):
         capture(wav2vec, (), sound)
+
+
+def _given_masks(captured: Any) -> list[bool]:
+    """Of every attention, whether it is given a mask tensor."""
+    nodes = [node for node in captured.program.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+    return [
+        (*node.args, *(None,) * 4)[3] is not None or node.kwargs.get("attn_mask") is not None for node in nodes
+    ]
+
+
+def test_attention_without_a_mask_is_captured_without_one() -> None:
+    """As in eager mode, where a tensor of its own would cost a slower kernel; one that is given stays."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = hf.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, use_cache=False)
+    model = hf.LlamaForCausalLM(config)
+    words = torch.randint(0, 32, (2, 6))
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+    assert _given_masks(capture(model, (words,), {"use_cache": False})) == [False, False]
+    for name, value in (("attention_mask", torch.ones_like(words)), ("position_ids", packed)):
+        assert _given_masks(capture(model, (words,), {"use_cache": False, name: value})) == [True, True]
+
+    class Within(nn.Module):
+        """A model of the user's, which gives positions to the one in it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, words: Tensor, positions: Tensor) -> Tensor:
+            found: Tensor = self.inner(words, position_ids=positions, use_cache=False).logits
+            return found
+
+    assert _given_masks(capture(Within(), (words, packed), {})) == [True, True]

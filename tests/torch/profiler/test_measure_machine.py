@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,7 @@ def test_slices_have_their_own_environment(tmp_path: Path) -> None:
         "CUDA_MPS_PIPE_DIRECTORY": f"{tmp_path}/pipe",
         "CUDA_MPS_LOG_DIRECTORY": f"{tmp_path}/log",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "12.5",
+        "NCCL_HOSTID": f"{socket.gethostname()}-gpu1-slice2",
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=15258M",
     }

@@ -81,7 +81,7 @@ def test_each_phase_is_logged_before_it_begins(caplog: pytest.LogCaptureFixture)
         "rank 0 is capturing the model",
         "rank 0 is building stage 0 on cpu",
         "rank 0 is connecting to 0 other ranks",
-        "rank 0 is ready: tensors cross by gloo",
+        "rank 0 is ready: tensors cross by gloo: the ranks are CPUs",
     ]
     assert {record.name.partition(".")[0] for record in caplog.records} == {"bapipe"}
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from bapipe.errors import BaPipeError
+from bapipe.torch.capturing.causal_masks import masks_as_in_eager
 from bapipe.torch.capturing.leaf_modules import (
     OPAQUE_OP,
     OpaqueCall,
@@ -193,6 +194,7 @@ def _export(
         watching(lambda frame: whole_call(frame, lambda item: id(item) in whole)),
         _quiet(),
         lstms_traced_whole(),
+        masks_as_in_eager(module),
         layerdrop,
     ):
         before = random_state()

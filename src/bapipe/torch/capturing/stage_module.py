@@ -93,6 +93,8 @@ class Stage(nn.Module):
         """variable of the source -> the layer it is computed in, and the place in the model's code, if known"""
         self.stage_slices: dict[str, Slice] = {}
         """of which weights and buffers the stage has only a slice"""
+        self.stage_graph: fx.Graph | None = None
+        """what the source was made from; its first input is the position"""
         self.rng_position: Position | None = None
         self._stage_function = function
 
@@ -104,6 +106,16 @@ class Stage(nn.Module):
                 f"{len(spec.roots)} inputs, got {len(values)}; give them all"
             )
         return self._stage_function(self, self.rng_position, *values)
+
+    @property
+    def computed_by(self) -> Callable[..., tuple[Any, ...]]:
+        """What computes its forward: the captured code, or what `run_by` was given."""
+        return self._stage_function
+
+    def run_by(self, function: Callable[..., tuple[Any, ...]], spec: StageSpec) -> None:
+        """Let another function compute what the captured code does; it is given the stage, `rng_position` and the
+        values, as its `spec` has them."""
+        self._stage_function, self.stage_spec = function, spec
 
 
 def fill_stage(stage: Stage, state: Mapping[str, Tensor], *, device: torch.device | str = "cpu") -> Stage:
@@ -210,6 +222,7 @@ def build_stage(
         counts_loss=count is not None,
     )
     stage = Stage(spec, namespace["forward"], code.src)
+    stage.stage_graph = build.graph
     stage.stage_origins = {
         build.env[node].name: (groups[layer].name, _place(node))
         for layer in range(layers[0], layers[1] + 1)

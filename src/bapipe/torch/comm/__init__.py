@@ -8,7 +8,7 @@ from bapipe.torch.comm.channel import (
     Transport,
     guarded,
 )
-from bapipe.torch.comm.choose_transport import TRANSPORTS, make_transport
+from bapipe.torch.comm.choose_transport import make_transport
 from bapipe.torch.comm.gloo import GlooTransport
 from bapipe.torch.comm.ipc import IpcTransport
 from bapipe.torch.comm.nccl import NcclTransport
@@ -16,7 +16,6 @@ from bapipe.torch.comm.p2p_queues import Inbox, Outbox
 from bapipe.torch.comm.staged import StagedTransport
 
 __all__ = [
-    "TRANSPORTS",
     "GlooTransport",
     "Inbox",
     "IpcTransport",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ class Place:
     """its type, as torch names it"""
     gpu: str | None = None
     """the identity of the GPU or of its MIG part; None on a CPU"""
+    part: str = ""
+    """the part of that GPU that the rank has by CUDA MPS; empty: all of it"""
+    nccl_host: str = ""
+    """what NCCL takes for the host, where that is set: two ranks of one GPU must differ in it"""
 
 
 def place_of(device: torch.device) -> Place:
@@ -34,7 +39,13 @@ def place_of(device: torch.device) -> Place:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text(encoding="ascii").strip() if boot.is_file() else socket.gethostname()
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    return Place(host=host, device=device.type, gpu=gpu)
+    return Place(
+        host=host,
+        device=device.type,
+        gpu=gpu,
+        part=os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "") if gpu else "",
+        nccl_host=os.environ.get("NCCL_HOSTID", ""),
+    )
 
 
 def gathered(value: T) -> list[T]:

@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +25,7 @@ __all__ = [
     "is_file_of",
     "leave",
     "log_failure",
+    "on_leaving",
     "own_file",
     "print_failure",
 ]
@@ -32,6 +35,9 @@ PREFIX = "bapipe-rank-"
 FAILED: list[Failure] = []
 """why this process is to end; once it is not empty the process ends with its code"""
 _files: list[Path] = []
+_last_actions: list[Callable[[], None]] = []
+_LAST_SECONDS = 5.0
+"""in which what `on_leaving` was given must be done"""
 _hidden = False
 _logger = logging.getLogger(__name__)
 
@@ -82,9 +88,18 @@ def clear_files() -> None:
         _files.pop().unlink(missing_ok=True)
 
 
+def on_leaving(action: Callable[[], None]) -> None:
+    """Have something done before the process ends by `leave`, which waits a few seconds for it."""
+    _last_actions.append(action)
+
+
 def leave(code: int) -> None:
     """End the process at once, from any thread."""
     clear_files()
+    if _last_actions:
+        last = threading.Thread(target=lambda: [action() for action in _last_actions], daemon=True)
+        last.start()
+        last.join(_LAST_SECONDS)
     with contextlib.suppress(OSError, ValueError):  # who read it may be gone
         sys.stdout.flush()
         sys.stderr.flush()

@@ -195,7 +195,7 @@ def _torchrun(ranks: int) -> list[str]:
 def _environment(ranks: int) -> dict[str, str]:
     ours = {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
     if sys.platform == "linux":
-        ours["GLOO_SOCKET_IFNAME"] = "lo"
+        ours["GLOO_SOCKET_IFNAME"] = ours["NCCL_SOCKET_IFNAME"] = "lo"
     inherited = {name: value for name, value in os.environ.items() if name != "BAPIPE_NODE"}
     return {**ours, **inherited, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{_MARK}rank ${{rank}}: "}
 

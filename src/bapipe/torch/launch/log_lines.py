@@ -12,7 +12,8 @@ _LIBRARY = logging.getLogger("bapipe")
 
 
 class _Lines(logging.Handler):
-    """Warnings and worse on standard error; what goes on, if somebody shows it, to `progress`."""
+    """Warnings and what is marked as lasting on standard error; what goes on, if somebody shows it, to
+    `progress`."""
 
     def __init__(self, progress: Callable[[str], None] | None) -> None:
         super().__init__(logging.WARNING if progress is None else logging.INFO)
@@ -22,6 +23,8 @@ class _Lines(logging.Handler):
         if record.levelno >= logging.WARNING:
             # Looked up every time: standard error may have been redirected since.
             print(f"bapipe: {record.getMessage()}", file=sys.stderr, flush=True)
+        elif getattr(record, "lasting", False):
+            print(record.getMessage(), file=sys.stderr, flush=True)
         elif self._progress is not None:
             self._progress(record.getMessage())
 

@@ -40,6 +40,8 @@ class RunOptions:
     """how tensors get from rank to rank"""
     device: str | None = None
     """cpu or cuda; None: what the plan has for each rank"""
+    compiled: bool | None = None
+    """whether layers run compiled; None: as the plan says"""
     trace: bool = True
     """whether start and end of every action are recorded, for run.json's timeline and a step's bubble"""
     vertical_sync: bool = False

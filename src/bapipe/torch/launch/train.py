@@ -323,6 +323,7 @@ def pipeline_options(options: RunOptions, watch: Watch | None) -> PipelineOption
         seed=None,
         transport=options.transport,
         device=options.device,
+        compile=options.compiled,
         timeout=options.timeout,
         trace=options.trace,
         watch=watch,

@@ -34,7 +34,7 @@ from bapipe.torch.health.failure import (
     write_failure,
     write_finished,
 )
-from bapipe.torch.health.process_exit import print_failure
+from bapipe.torch.health.process_exit import leave, print_failure
 from bapipe.torch.health.rank_status import Progress, progress_file
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.launch.display import Display
@@ -51,7 +51,8 @@ from bapipe.torch.runtime.plan_checks import (
     threads_of,
     trusted_plan,
 )
-from bapipe.torch.runtime.process_group import join
+from bapipe.torch.runtime.process_group import join, planned_rank
+from bapipe.torch.runtime.rank_slice import take_slice
 from bapipe.torch.stage.error_context import one_line
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
     """Join the process group, train, and on rank 0 say and write how it went."""
     runnable, options = _read_plan(arguments), arguments.options
     plan = runnable.plan
+    take_slice(plan, planned_rank(plan), options.device)
     if len(ranks_on_gpus(plan, options.device)) == len(plan.ranks) and not torch.cuda.is_available():
         need = describe_need(plan, options.device)
         raise missing_gpus(need, torch.__version__, built=torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
@@ -254,6 +256,4 @@ def _finish(record: RunRecord, out: Path | None, display: Display) -> None:
 if __name__ == "__main__":
     status = main()
     # A rank whose peer is gone still has receives posted, and waiting for them at exit could take for ever.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(status)

@@ -17,7 +17,6 @@ trace = pipe.train(batches, optimizer, steps=100)
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -134,7 +133,7 @@ def _no_sums(
     _placement: Sequence[Sequence[int]],
     users: Mapping[str, tuple[int, ...]],
     _own: Mapping[int, Mapping[str, nn.Parameter]],
-    _timeout: datetime.timedelta,
+    _new_group: Callable[[Sequence[int]], dist.ProcessGroup],
 ) -> tuple[dict[int, Reducer], TiedWeights]:
     """No rank sums anything with another."""
     tied = next(((name, stages) for name, stages in users.items() if len(stages) > 1), None)

@@ -155,6 +155,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         layers=layers,
         accelerators={accelerator: table},
         input_bytes=measured.input_bytes,
+        compiled=measured.environment.compiled,
     )
 
 

@@ -56,7 +56,7 @@ def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = N
     if device != "cpu" and torch.cuda.is_available():
         gpu = torch.device("cuda", 0)
         cut = slices.status(0)
-        if cut is not None and ranks is None:
+        if cut is not None and ranks in (None, len(cut)):
             return _sliced(node, gpu, cut)
         own = environment_of(gpu)
         return Machine(

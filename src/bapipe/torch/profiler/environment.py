@@ -11,6 +11,7 @@ import torch
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.catalog import catalog_aliases, load_catalog
 from bapipe.hardware.cpu_types import cpu_type
+from bapipe.hardware.slice_types import slice_type
 from bapipe.torch.profiler.measurement import Environment
 
 __all__ = ["accelerator_name", "cpu_name", "environment_of", "find_device", "plain_fp32"]
@@ -94,4 +95,4 @@ def accelerator_name(environment: Environment) -> str:
         joined = "".join(words[words.index("rtx") : words.index("rtx") + 2])
         name = known.get(joined, name)
     share = re.match(r"([\d.]+) %", environment.slice)
-    return f"{name}-{share[1]}pct" if share else name
+    return slice_type(name, share[1]) if share else name

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from bapipe.costs.stage_memory import needed_beyond
+from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.device.cuda_workspaces import release_workspaces
 from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
 from bapipe.torch.profiler.measurement import Measurement, SizeMemory
 from bapipe.torch.profiler.repeated_layers import bytes_of_model, model_layers
-from bapipe.torch.stage.split_backward import SplitBackward
+from bapipe.torch.stage.split_backward import DelayedWeights, SplitBackward
 
 __all__ = ["is_out_of_memory", "predicted_peak", "saved_storages", "storage_of", "weigh"]
 
@@ -217,16 +218,23 @@ def _peak_of_weights(
     """Most bytes above what there was before, while deferred weight gradients are computed; None where no
     gradient is sent back, so that all of the backward is deferred."""
     leaves = [value for value in _tensors(received) if value.requires_grad]
-    ends = [value for value in _tensors(piece.run(*arguments)) if value.requires_grad]
+    outputs, deferred = piece.forward_deferring(arguments) if piece.compiled else (piece.run(*arguments), [])
+    ends = [value for value in _tensors(outputs) if value.requires_grad]
     if not leaves or not ends:
         return None
-    delayed = SplitBackward(piece.parameters).run(ends, [torch.ones_like(value) for value in ends], leaves)
+    gradients = [torch.ones_like(value) for value in ends]
+    parts: list[DeferredGradients] | list[DelayedWeights] = deferred
+    if piece.compiled:
+        torch.autograd.backward(ends, gradients)
+    else:
+        parts = [SplitBackward(piece.parameters).run(ends, gradients, leaves)]
     for value in leaves:
         value.grad = None
-    del ends
+    del ends, outputs, gradients
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    delayed.run()
+    for part in parts:
+        part.run()
     return float(torch.cuda.max_memory_allocated(device) - before)
 
 

@@ -13,6 +13,8 @@ from bapipe.errors import BaPipeError
 from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.capturing.layer_signature import layer_signatures
 from bapipe.torch.capturing.torch_internals import flatten, flatten_recurrent, unflatten
+from bapipe.torch.compiling.compiled_layers import CompiledLayers, CompiledPrograms, StageLayers
+from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.profiler.measurement import MeasuredLayer, Repeats
 from bapipe.torch.profiler.repeated_layers import find_repeats, kept_layers
 
@@ -45,6 +47,20 @@ class RunnableLayer:
     """whether it writes over what it receives, which must then not be a leaf"""
     state: tuple[Tensor, ...] = ()
     """parameters and buffers"""
+    compiled: tuple[CompiledLayers, ...] = ()
+    """what runs it, if it is compiled"""
+
+    def forward_deferring(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], list[DeferredGradients]]:
+        """Of a compiled piece: the outputs of a forward, and where its backward will leave the weight
+        gradients."""
+        deferred: list[DeferredGradients] = []
+        for layers in self.compiled:
+            layers.deferred = deferred
+        try:
+            return self.run(*arguments), deferred
+        finally:
+            for layers in self.compiled:
+                layers.deferred = None
 
 
 class LayerSequence(Protocol):
@@ -58,6 +74,8 @@ class LayerSequence(Protocol):
     device: torch.device
     fingerprint: str
     notes: tuple[str, ...]
+    programs: CompiledPrograms | None
+    """the compiled layers; None: they run as they were captured"""
 
     def at(self, size: int) -> LayerSequence:
         """The chain that runs so many samples."""
@@ -97,8 +115,16 @@ class CapturedLayers:
 
     repeats: Repeats | None = None
 
-    def __init__(self, captured: Captured, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        programs: CompiledPrograms | None = None,
+    ) -> None:
         self.captured = captured
+        self.programs = programs
         self.module = captured.module.to(device=device).train()
         self.device = device
         self.dtype = dtype
@@ -120,7 +146,9 @@ class CapturedLayers:
         if self.captured.dynamic or size == self.captured.batch:
             return self
         self.module.to("cpu")
-        chain = CapturedLayers(self.captured.at(size), device=self.device, dtype=self.dtype)
+        chain = CapturedLayers(
+            self.captured.at(size), device=self.device, dtype=self.dtype, programs=self.programs
+        )
         if [layer.name for layer in chain.layers] != [layer.name for layer in self.layers]:
             raise BaPipeError(
                 f"the model has other layers with {size} samples than with {self.captured.batch}; profile one size"
@@ -138,10 +166,15 @@ class CapturedLayers:
         return [on_device(leaf, self.device, self.dtype) for leaf in leaves], call
 
     def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> RunnableLayer:
-        parts = None if part is None else {first: part}
-        stage = self.captured.stage(first, last, parts=parts, device=self.device).to(self.device)
+        parts = {} if part is None else {first: part}
+        store: dict[tuple[str, int, int], Tensor] = {}
+        stage = self.captured.stage(first, last, parts=parts, store=store, device=self.device).to(self.device)
         if part is not None:
             flatten_recurrent(self.module, dict(stage.named_parameters()))
+        compiled: tuple[CompiledLayers, ...] = ()
+        if self.programs is not None:
+            layers = StageLayers(first=first, last=last, parts=parts, store=store)
+            compiled = (self.programs.attach(stage, self.captured, layers),)
         spec = stage.stage_spec
         return RunnableLayer(
             first=first,
@@ -152,6 +185,7 @@ class CapturedLayers:
             roots=tuple(root.index for root in spec.roots),
             overwrites=False,
             state=tuple(_state(stage)),
+            compiled=compiled,
         )
 
     def whole_model(self) -> RunnableLayer:
@@ -172,6 +206,7 @@ class DistinctLayers:
         self.layers = tuple(chain.layers[index] for index in kept)
         self.module, self.device = chain.module, chain.device
         self.fingerprint, self.notes = chain.fingerprint, chain.notes
+        self.programs = chain.programs
 
     def at(self, size: int) -> DistinctLayers:
         chain = self._chain.at(size)
@@ -231,6 +266,7 @@ def _one_after_another(pieces: Sequence[RunnableLayer]) -> RunnableLayer:
         roots=roots,
         overwrites=pieces[0].overwrites,
         state=tuple(state.values()),
+        compiled=tuple(layers for piece in pieces for layers in piece.compiled),
     )
 
 
@@ -241,17 +277,19 @@ def chain_of(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    programs: CompiledPrograms | None = None,
 ) -> LayerSequence:
     """The layers of a module to measure, on the device and in the dtype; the module itself is moved there.
 
-    The capture is made and checked on the CPU. Of blocks that compute the same two are measured.
+    With `programs` they run compiled. The capture is made and checked on the CPU. Of blocks that compute the same
+    two are measured.
     """
     module = module.to(dtype=dtype)
     cpu = torch.device("cpu")
     leaves, spec = flatten((tuple(args), dict(kwargs)))
     own_args, own_kwargs = unflatten([on_device(leaf, cpu, dtype) for leaf in leaves], spec)
     captured = capture(module, own_args, own_kwargs)
-    chain = CapturedLayers(captured, device=device, dtype=dtype)
+    chain = CapturedLayers(captured, device=device, dtype=dtype, programs=programs)
     signatures = layer_signatures(captured.program, captured.groups)
     kept = kept_layers(signatures)
     repeats = find_repeats(signatures, kept, chain.layers)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.profiler.layer_clock import Clock, CudaClock, Lap
 from bapipe.torch.profiler.layer_memory import storage_of
 from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
@@ -62,6 +63,8 @@ def walk(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> Wa
     with torch.no_grad():
         for piece in pieces:
             received.append(tuple(value.detach().to("cpu", copy=piece.overwrites) for value in values))
+            if piece.compiled:  # the first time it is compiled
+                piece.run(*values, *(leaves[index] for index in piece.roots))
             begun = time.perf_counter()
             values = piece.run(*values, *(leaves[index] for index in piece.roots))
             seconds.append(time.perf_counter() - begun)
@@ -96,6 +99,11 @@ class _Run:
     def forward(self, arguments: Sequence[Any]) -> list[Tensor]:
         outputs = self.piece.run(*arguments)
         return [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
+
+    def forward_deferring(self, arguments: Sequence[Any]) -> tuple[list[Tensor], list[DeferredGradients]]:
+        """As `forward` of a compiled piece, whose backward leaves the weight gradients in the list."""
+        outputs, deferred = self.piece.forward_deferring(arguments)
+        return [value for value in outputs if isinstance(value, Tensor) and value.requires_grad], deferred
 
     def prepare(self, outputs: Sequence[Tensor]) -> None:
         """Gradients to start from, of the size that training has; and room for the parameters' own."""
@@ -189,6 +197,8 @@ def _whole_sample(run: _Run, clock: Clock) -> None:
 
 def _split_sample(run: _Run, clock: Clock) -> float:
     """Returns the bytes that are held between the two parts: what the second needs, weights and buffers apart."""
+    if run.piece.compiled:
+        return _compiled_split_sample(run, clock)
     arguments, saved = run.fresh(), SavedValues()
     clock.begin()
     with saved.watching():
@@ -200,7 +210,25 @@ def _split_sample(run: _Run, clock: Clock) -> float:
     there = saved.values()
     needed = saved.used_by(later.run)
     clock.mark()
-    held = [*later.gradients(), *(there[number] for number in needed)]
+    return _held_bytes(run, [*later.gradients(), *(there[number] for number in needed)])
+
+
+def _compiled_split_sample(run: _Run, clock: Clock) -> float:
+    arguments = run.fresh()
+    clock.begin()
+    outputs, deferred = run.forward_deferring(arguments)
+    clock.chill(run.errors)
+    clock.mark()
+    run.backward(outputs)
+    clock.mark()
+    held = [value for item in deferred for value in item.held]
+    for item in deferred:
+        item.run()
+    clock.mark()
+    return _held_bytes(run, held)
+
+
+def _held_bytes(run: _Run, held: Sequence[Tensor]) -> float:
     known = {storage_of(item)[0] for item in (*run.piece.state, *run.piece.parameters)}
     return float(sum(nbytes for address, nbytes in set(map(storage_of, held)) if address not in known))
 

@@ -33,7 +33,11 @@ class LinkSample:
     second: int
     nbytes: int
     both: bool
-    """both directions at once; else one after the other, and the time is one direction's"""
+    """both directions at once; else from the first to the second"""
+    busy: bool = False
+    """while both ranks compute"""
+    pairs: int = 1
+    """pairs of neighbours that exchange at once, of which this is the first"""
     seconds: SampleSummary
 
     def with_values(self, values: Sequence[float]) -> LinkSample:
@@ -49,9 +53,17 @@ class LinkMeasurement:
     schema: str = LINKS_SCHEMA
     ranks: int
     backend: str
+    """the transport between two ranks"""
+    sums: str = "gloo"
+    """the backend of the sums"""
+    reason: str = ""
+    """why these, in one line"""
     device: str
     pairs: tuple[LinkSample, ...]
+    together: tuple[LinkSample, ...] = ()
+    """all pairs of neighbours at once"""
     all_reduce: tuple[LinkSample, ...]
+    """over the ranks from the first to the second"""
 
 
 def read_links(path: str | Path) -> LinkMeasurement:
@@ -79,12 +91,24 @@ def fit(samples: Sequence[LinkSample]) -> tuple[float, float]:
 
 
 def links_of(measured: LinkMeasurement) -> dict[tuple[int, int], Link]:
-    """Each measured pair's link: half duplex where both directions at once are much slower than one."""
+    """Each measured pair's link: half duplex where both directions at once are much slower than one.
+
+    Of two directions the slower counts. Where all pairs at once are slower than one, or ranks that compute than
+    idle ones, every link is slower by that factor: that is how a run uses them.
+    """
     links = {}
-    for pair in dict.fromkeys((item.first, item.second) for item in measured.pairs):
-        own = [item for item in measured.pairs if (item.first, item.second) == pair]
-        latency, one = fit([item for item in own if not item.both])
-        _, both = fit([item for item in own if item.both])
+    alone = [item for item in measured.pairs if not item.busy]
+    slower = _slowdown(measured)
+    for pair in dict.fromkeys((min(item.first, item.second), max(item.first, item.second)) for item in alone):
+        own = [item for item in alone if {item.first, item.second} == set(pair)]
+        ways = [
+            fit([item for item in own if not item.both and item.first == sender])
+            for sender in pair
+            if any(not item.both and item.first == sender for item in own)
+        ]
+        latency = max(way[0] for way in ways)
+        one = min(way[1] for way in ways) / slower
+        both = fit([item for item in own if item.both])[1] / slower
         full = both >= _FULL_DUPLEX * one
         links[pair] = Link(
             bandwidth=min(one, both) if full else min(one, 2 * both),
@@ -94,9 +118,25 @@ def links_of(measured: LinkMeasurement) -> dict[tuple[int, int], Link]:
     return links
 
 
+def _slowdown(measured: LinkMeasurement) -> float:
+    """How much longer the largest messages take where all pairs exchange at once while all ranks compute."""
+    together = [item for item in measured.together if item.busy]
+    if not together:
+        return 1.0
+    largest = max(together, key=lambda item: item.nbytes)
+    alone = [
+        item.seconds.median
+        for item in measured.pairs
+        if item.both and not item.busy and item.nbytes == largest.nbytes
+    ]
+    return max(1.0, largest.seconds.median / max(alone)) if alone else 1.0
+
+
 def collective_bandwidth(measured: LinkMeasurement) -> float | None:
     """The rate of a ring that would take as long as the all-reduce did: 2(r−1)/r · bytes / time."""
-    if measured.ranks < 2 or not measured.all_reduce:
+    idle = [item for item in measured.all_reduce if not item.busy]
+    if measured.ranks < 2 or not idle:
         return None
-    _, rate = fit(measured.all_reduce)
+    most = max(item.second for item in idle)
+    _, rate = fit([item for item in idle if item.second == most])
     return 2 * (measured.ranks - 1) / measured.ranks * rate

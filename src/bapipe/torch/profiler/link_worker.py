@@ -1,13 +1,15 @@
-"""One rank of `bapipe profile --links`, as torchrun starts it: times point-to-point and all-reduce."""
+"""One rank of `bapipe profile --links`, as torchrun starts it: times messages and sums as a run exchanges them."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bapipe.errors import BaPipeError
+from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.io.files import dump_json, write_text
 from bapipe.torch import slices
+from bapipe.torch.comm import Message, P2PChannel, TensorShape, Transport
+from bapipe.torch.comm.choose_transport import connect
+from bapipe.torch.comm.nccl import nccl_group
 from bapipe.torch.health.parent_death import end_with_parent
 from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample
 from bapipe.torch.profiler.statistics import summarise
@@ -25,176 +32,247 @@ __all__ = ["main"]
 
 _SIZES = (8, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 """bytes of a message"""
+_MOST = 200
+"""samples of one thing"""
+_SIDE = {"cpu": 256, "cuda": 2048}
+"""of the matrices that are multiplied beside a transfer"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Where:
+class _Here:
     """This rank, and how it measures."""
 
     rank: int
     device: torch.device
-    staged: bool
-    """carried by the CPU's memory"""
+    transport: Transport
     seconds: float
     """to spend on one thing"""
 
+    def value(self, nbytes: int) -> Tensor:
+        return torch.ones(nbytes, dtype=torch.uint8, device=self.device)
 
-class _Carrier:
-    """Tensors of one rank: in the CPU's memory, in the GPU's, or in the GPU's and carried by the CPU's."""
-
-    def __init__(self, nbytes: int, device: torch.device, *, staged: bool) -> None:
-        self.own = torch.ones(max(1, nbytes // 4), device=device)
-        self.wire = torch.ones_like(self.own, device="cpu").pin_memory() if staged else self.own
-
-    def load(self) -> None:
-        """What is to be sent, to where it is sent from."""
-        if self.wire is not self.own:
-            self.wire.copy_(self.own)
-
-    def send(self, peer: int, tag: int) -> dist.Work | None:
-        self.load()
-        return dist.isend(self.wire, peer, tag=tag)
-
-    def receive(self, peer: int, tag: int) -> dist.Work | None:
-        return dist.irecv(self.wire, peer, tag=tag)
-
-    def arrived(self) -> None:
-        if self.wire is not self.own:
-            self.own.copy_(self.wire)
-        if self.own.device.type == "cuda":
-            torch.cuda.synchronize(self.own.device)
+    def settle(self) -> None:
+        """Wait for this thread's stream."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
-def _wait(work: dist.Work | None) -> None:
-    assert work is not None
-    work.wait()
+def _message(nbytes: int) -> Message:
+    return (TensorShape(shape=(nbytes,), dtype=torch.uint8),)
 
 
-def _repeat(action: Callable[[], None], decider: int, rank: int, seconds: float) -> list[float]:
-    """Sample until `decider` has spent `seconds`; all ranks do as many."""
+def _channels(world: int) -> dict[P2PChannel, Message]:
+    """Between neighbours, there and back."""
+    found = {}
+    for rank in range(world - 1):
+        onward = P2PChannel(boundary=rank, onward=True, from_rank=rank, to_rank=rank + 1)
+        found[onward] = found[onward.reverse] = _message(_SIZES[-1])
+    return found
+
+
+def _repeat(action: Callable[[], None], here: _Here) -> list[float]:
+    """Sample until rank 0 has spent its time; all ranks take as many."""
     for _ in range(2):
         action()
     samples: list[float] = []
     begun = time.perf_counter()
-    go = torch.ones(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    go = torch.ones(1)
     while True:
         dist.barrier()
         start = time.perf_counter()
         action()
         samples.append(time.perf_counter() - start)
-        if rank == decider:
-            go[0] = float((time.perf_counter() - begun < seconds and len(samples) < 200) or len(samples) < 5)
-        dist.broadcast(go, decider)
+        if here.rank == 0:
+            spent = time.perf_counter() - begun
+            go[0] = float((spent < here.seconds and len(samples) < _MOST) or len(samples) < 5)
+        dist.broadcast(go, 0)
         if not go.item():
             return samples
 
 
-def _one_way(first: int, second: int, nbytes: int, here: _Where) -> LinkSample:
-    """There and back, halved: one direction at a time."""
-    carrier = _Carrier(nbytes, here.device, staged=here.staged) if here.rank in (first, second) else None
-
-    def ping_pong() -> None:
-        if carrier is None:
-            return
-        if here.rank == first:
-            _wait(carrier.send(second, 1))
-            _wait(carrier.receive(second, 2))
-            carrier.arrived()
-        else:
-            _wait(carrier.receive(first, 1))
-            carrier.arrived()
-            _wait(carrier.send(first, 2))
-
-    samples = [value / 2 for value in _repeat(ping_pong, first, here.rank, here.seconds)]
-    return LinkSample(first=first, second=second, nbytes=nbytes, both=False, seconds=summarise(samples))
-
-
-def _both_ways(first: int, second: int, nbytes: int, here: _Where) -> LinkSample:
-    """Both directions at once."""
-    member = here.rank in (first, second)
-    out = _Carrier(nbytes, here.device, staged=here.staged) if member else None
-    back = _Carrier(nbytes, here.device, staged=here.staged) if member else None
+def _there_and_back(channel: P2PChannel, here: _Here, *, there: int, back: int) -> Callable[[], None]:
+    """A message over the channel, and when it is there another one back."""
+    value = here.value(there if here.rank == channel.from_rank else back)
 
     def exchange() -> None:
-        if out is None or back is None:
+        if here.rank == channel.from_rank:
+            answer = here.transport.receive(channel.reverse, _message(back))
+            delivered = here.transport.send(channel, [value])
+            answer()
+            here.settle()
+            delivered()
+        elif here.rank == channel.to_rank:
+            here.transport.receive(channel, _message(there))()
+            here.settle()
+            here.transport.send(channel.reverse, [value])()
+
+    return exchange
+
+
+def _one_way(channel: P2PChannel, nbytes: int, here: _Here) -> LinkSample:
+    """From one rank to the other, as the sender sees it: an answer of a few bytes is taken off by its half."""
+    least = min(nbytes, _SIZES[0])
+    bare = _repeat(_there_and_back(channel, here, there=least, back=least), here)
+    taken = _repeat(_there_and_back(channel, here, there=nbytes, back=least), here)
+    answer = sorted(bare)[len(bare) // 2] / 2
+    return _sample(channel, nbytes, [max(value - answer, value / 2) for value in taken], both=False)
+
+
+def _sample(
+    channel: P2PChannel, nbytes: int, samples: Sequence[float], *, both: bool, busy: bool = False, pairs: int = 1
+) -> LinkSample:
+    return LinkSample(
+        first=channel.from_rank,
+        second=channel.to_rank,
+        nbytes=nbytes,
+        both=both,
+        busy=busy,
+        pairs=pairs,
+        seconds=summarise(list(samples)),
+    )
+
+
+def _both_ways(channels: Sequence[P2PChannel], nbytes: int, here: _Here, *, busy: bool) -> LinkSample:
+    """Both directions of one pair at once, or of several pairs."""
+    own = [item for item in channels if here.rank in (item.from_rank, item.to_rank)]
+    sent = {item: here.value(nbytes) for item in own}
+
+    def exchange() -> None:
+        waits: list[Callable[[], object]] = []
+        for onward in own:
+            out = onward if here.rank == onward.from_rank else onward.reverse
+            waits.append(here.transport.receive(out.reverse, _message(nbytes)))
+            waits.append(here.transport.send(out, [sent[onward]]))
+        for wait in waits:
+            wait()
+        here.settle()
+
+    with _working(here) if busy else contextlib.nullcontext():
+        samples = _repeat(exchange, here)
+    return _sample(channels[0], nbytes, samples, both=True, busy=busy, pairs=len(channels))
+
+
+@contextlib.contextmanager
+def _working(here: _Here) -> Iterator[None]:
+    """Matrices are multiplied meanwhile, on a stream and in a thread of their own."""
+    left, right = (torch.randn(_SIDE[here.device.type], _SIDE[here.device.type], device=here.device) for _ in "ab")
+    stop = threading.Event()
+
+    def work() -> None:
+        if here.device.type == "cpu":
+            while not stop.is_set():
+                torch.mm(left, right)
             return
-        peer = second if here.rank == first else first
-        sending, receiving = (1, 2) if here.rank == first else (2, 1)
-        out.load()
-        # As one batch: NCCL runs what two ranks say to each other in order, and each would wait for the other.
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, out.wire, peer, tag=sending),
-                dist.P2POp(dist.irecv, back.wire, peer, tag=receiving),
-            ]
-        )
-        for work in works:
-            _wait(work)
-        back.arrived()
+        stream = torch.cuda.Stream(here.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.default_stream(here.device))
+        with torch.cuda.stream(stream):
+            while not stop.is_set():
+                for _ in range(4):
+                    torch.mm(left, right)
+                stream.synchronize()
 
-    samples = _repeat(exchange, first, here.rank, here.seconds)
-    return LinkSample(first=first, second=second, nbytes=nbytes, both=True, seconds=summarise(samples))
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
-def _all_reduce(nbytes: int, here: _Where) -> LinkSample:
-    carrier = _Carrier(nbytes, here.device, staged=here.staged)
+def _all_reduce(group: dist.ProcessGroup, size: int, nbytes: int, here: _Here, *, busy: bool) -> LinkSample:
+    """Over the first `size` ranks."""
+    value = torch.ones(max(1, nbytes // 4), device=here.device)
 
     def reduce() -> None:
-        carrier.load()
-        dist.all_reduce(carrier.wire)
-        carrier.arrived()
-        carrier.own.fill_(1.0)
+        if here.rank < size:
+            dist.all_reduce(value, group=group)
+            here.settle()
+            value.fill_(1.0)
 
-    samples = _repeat(reduce, 0, here.rank, here.seconds)
-    last = dist.get_world_size() - 1
-    return LinkSample(first=0, second=last, nbytes=nbytes, both=True, seconds=summarise(samples))
+    with _working(here) if busy else contextlib.nullcontext():
+        samples = _repeat(reduce, here)
+    return LinkSample(first=0, second=size - 1, nbytes=nbytes, both=True, busy=busy, seconds=summarise(samples))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every pair of neighbours and the all-reduce; rank 0 writes the file."""
+def _group_sizes(world: int) -> list[int]:
+    """2, 4, 8 … and all."""
+    sizes = [2**power for power in range(1, world.bit_length()) if 2**power < world]
+    return [*sizes, world]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure neighbours, all pairs of neighbours at once, and sums; rank 0 writes the file."""
     parser = argparse.ArgumentParser(prog="bapipe.torch.profiler.link_worker")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--largest", type=int, default=_SIZES[-1])
-    parser.add_argument("--seconds", type=float, default=0.4, help="on one thing")
+    parser.add_argument("--seconds", type=float, default=0.2, help="on one thing")
     options = parser.parse_args(argv)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        cut = slices.status(0)
-        if cut is not None and rank < len(cut):
-            os.environ.update(slices.slice_environment(cut, rank))  # before CUDA starts in this process
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        options.backend,
-        timeout=datetime.timedelta(seconds=120),
-        device_id=device if options.backend == "nccl" else None,
-    )
-    dist.barrier()  # all ranks know each other before two of them speak
-    staged = options.device == "cuda" and options.backend == "gloo"
-    here = _Where(rank=rank, device=device, staged=staged, seconds=options.seconds)
+    device = _device(options.device)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    world = dist.get_world_size()
+    try:
+        connection = connect(options.transport, device=device, channels=_channels(world), timeout=120.0)
+    except BaPipeError as error:
+        if dist.get_rank() == 0:
+            print(f"BaPipeError: {error}", file=sys.stderr)
+        return 2
+    here = _Here(rank=dist.get_rank(), device=device, transport=connection.transport, seconds=options.seconds)
     sizes = [size for size in _SIZES if size <= options.largest]
-    pairs = [(index, index + 1) for index in range(world - 1)]
+    large = sizes[-3::2]
+    onward = [channel for channel in _channels(world) if channel.onward]
     samples: list[LinkSample] = []
-    for first, second in pairs:
+    for channel in onward:
         for size in sizes:
-            samples.append(_one_way(first, second, size, here))
-            samples.append(_both_ways(first, second, size, here))
-    reduces = [_all_reduce(size, here) for size in sizes]
+            samples += [_one_way(channel, size, here), _one_way(channel.reverse, size, here)]
+            samples.append(_both_ways([channel], size, here, busy=False))
+        samples += [_both_ways([channel], size, here, busy=True) for size in large]
+    together = [_both_ways(onward, size, here, busy=busy) for size in large for busy in (False, True)]
+    reduces = []
+    for size in _group_sizes(world):
+        group = _sum_group(size, connection.sums, device)
+        reduces += [_all_reduce(group, size, nbytes, here, busy=False) for nbytes in sizes]
+        reduces += [_all_reduce(group, size, nbytes, here, busy=True) for nbytes in large]
     samples = _from_first(samples)
-    if rank == 0:
+    if here.rank == 0:
         found = LinkMeasurement(
             ranks=world,
-            backend=options.backend,
+            backend=connection.transport.name,
+            sums=connection.sums,
+            reason=connection.reason,
             device=options.device,
             pairs=tuple(samples),
+            together=tuple(together),
             all_reduce=tuple(reduces),
         )
         write_text(options.out, dump_json(found))
+    dist.barrier()
+    connection.transport.close()
     dist.destroy_process_group()
+    return 0
+
+
+def _device(kind: str) -> torch.device:
+    """This rank's: on a GPU that is cut, its slice."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    rank = int(os.environ["RANK"])
+    cut = slices.status(0)
+    if cut is not None and rank < len(cut):
+        os.environ.update(slices.slice_environment(cut, rank))  # before CUDA starts in this process
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _sum_group(size: int, backend: str, device: torch.device) -> dist.ProcessGroup:
+    if backend == "nccl":
+        return nccl_group(range(size), device)
+    group: dist.ProcessGroup = dist.new_group(list(range(size)), backend="gloo")
+    return group
 
 
 def _from_first(samples: list[LinkSample]) -> list[LinkSample]:
@@ -205,14 +283,14 @@ def _from_first(samples: list[LinkSample]) -> list[LinkSample]:
         values = torch.tensor(
             [summary.median, summary.low, summary.high, float(summary.count)], dtype=torch.float64
         )
-        if dist.get_backend() == "nccl":
-            values = values.cuda()
         dist.broadcast(values, sample.first)
-        gathered.append(values.cpu())
+        gathered.append(values)
     return [sample.with_values(values.tolist()) for sample, values in zip(samples, gathered, strict=True)]
 
 
 if __name__ == "__main__":
     end_with_parent()
-    main()
+    status = main()
     sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # NCCL and its threads take their time to end

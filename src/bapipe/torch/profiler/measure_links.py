@@ -17,26 +17,23 @@ __all__ = ["measure_links"]
 def measure_links(
     ranks: int,
     *,
-    backend: str = "gloo",
+    transport: str = "auto",
     device: str = "cpu",
     largest: int = 2**26,
-    seconds: float = 0.4,
+    seconds: float = 0.2,
     timeout: float = 300.0,
 ) -> LinkMeasurement:
-    """Time messages between `ranks` processes of this machine: every pair of neighbours, and all together.
+    """Time messages between `ranks` processes of this machine, through the transport that a run of theirs takes.
 
-    Messages of 8 bytes to `largest`, each for about `seconds` one way, both ways at once, and reduced over all.
-
-    gloo on CUDA carries through pinned memory of the host, as the runtime does, and several ranks may share a GPU.
-    NCCL needs a GPU for each rank.
+    Messages of 8 bytes to `largest`, each for about `seconds`: each way between neighbours, both ways at once, all
+    neighbours at once, and sums over 2, 4, … and all ranks; the larger ones also while the ranks compute. With
+    "cuda" every rank has a GPU of its own, or the slice of the first GPU of that number where it is cut.
     """
     if not 2 <= ranks <= 64:
         raise BaPipeError(f"links are measured between 2 to 64 ranks, got {ranks}; correct --ranks")
-    if backend not in ("gloo", "nccl"):
-        raise BaPipeError(f"the backend is gloo or nccl, got '{backend[:60]}'")
-    if device != "cpu" or backend == "nccl":
+    if device != "cpu" or transport not in ("auto", "gloo"):
         device = "cuda"
-        _require_gpus(ranks, backend)
+        _require_gpus(transport)
     with tempfile.TemporaryDirectory(prefix="bapipe-links-") as folder:
         out = Path(folder) / "links.json"
         command = [sys.executable, "-m", "bapipe.torch.launch.torchrun_agent", str(os.getpid()), "--standalone"]
@@ -49,10 +46,20 @@ def measure_links(
             "bapipe.torch.profiler.link_worker",
             str(out),
         ]
-        command += ["--backend", backend, "--device", device, "--largest", str(largest), "--seconds", str(seconds)]
+        command += [
+            "--transport",
+            transport,
+            "--device",
+            device,
+            "--largest",
+            str(largest),
+            "--seconds",
+            str(seconds),
+        ]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
@@ -60,22 +67,22 @@ def measure_links(
         except subprocess.TimeoutExpired:
             raise BaPipeError(f"the links were not measured within {timeout:g} s; use fewer ranks") from None
         if done.returncode or not out.is_file():
-            raise BaPipeError(f"the links could not be measured: {_reason(done.stderr)}; try --backend gloo")
+            raise BaPipeError(f"the links could not be measured: {_reason(done.stderr)}")
         return read_links(out)
 
 
-def _require_gpus(ranks: int, backend: str) -> None:
+def _require_gpus(transport: str) -> None:
     import torch
 
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not found:
-        raise BaPipeError(f"{backend} between GPUs needs one that torch can use, found none; use --device cpu")
-    if backend == "nccl" and found < ranks:
+    if not torch.cuda.is_available():
         raise BaPipeError(
-            f"NCCL needs a GPU for each rank ({ranks}), found {found}; use --backend gloo or fewer ranks"
+            f"links by {transport} on GPUs need one that torch can use, found none; use --device cpu"
         )
 
 
 def _reason(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
+    own = next((line.partition("BaPipeError: ")[2] for line in lines if "BaPipeError: " in line), "")
+    if own:
+        return own
     return lines[-1][:200] if lines else "a rank failed"

@@ -43,10 +43,13 @@ class Environment:
     driver: str = ""
     slice: str = ""
     """part of a GPU under CUDA MPS, and what ran beside it; empty: the whole device"""
+    compiled: bool = False
+    """whether layers ran compiled"""
 
     def __str__(self) -> str:
         parts = [self.name, self.slice, f"{self.threads} threads", f"torch {self.torch}"]
-        return ", ".join(part for part in (*parts, f"driver {self.driver}" if self.driver else "") if part)
+        parts += [f"driver {self.driver}" if self.driver else "", "layers compiled" if self.compiled else ""]
+        return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from bapipe.models.builtin import Argument
 from bapipe.models.layers import ModelRef
 from bapipe.models.model_spec import model_ref
 from bapipe.torch.capturing.torch_internals import load_tracer
+from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.cpu_heap import keep_heap
 from bapipe.torch.device.dtypes import find_dtype
@@ -56,6 +57,7 @@ def profile_model(
     optimizer: str = "sgd",
     accelerator: str | None = None,
     calibrate: bool = False,
+    compile_: bool = False,
     threads: int | None = None,
     slice_: str = "",
     report: Report = quiet,
@@ -82,6 +84,7 @@ def profile_model(
         optimizer=optimizer,
         accelerator=accelerator,
         calibrate=calibrate,
+        compile_=compile_,
         threads=threads,
         slice_=slice_,
         report=report,
@@ -101,6 +104,7 @@ def profile_module(
     optimizer: str = "sgd",
     accelerator: str | None = None,
     calibrate: bool = False,
+    compile_: bool = False,
     threads: int | None = None,
     slice_: str = "",
     report: Report = quiet,
@@ -121,8 +125,9 @@ def profile_module(
     else:
         keep_heap()  # as a rank of a run does
     keep_in_pages(where)
+    programs = CompiledPrograms(where, split=True, say=lambda line: report(line, 0.0)) if compile_ else None
     try:
-        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind)
+        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind, programs=programs)
     except Exception as error:
         if is_out_of_memory(error):
             raise BaPipeError(
@@ -152,7 +157,7 @@ def _empty(chain: LayerSequence, name: str, dtype: str, optimizer: str, slice_: 
         shapes=tuple(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in tensors),
         dtype=dtype,
         optimizer=optimizer,
-        environment=environment_of(chain.device, slice_=slice_),
+        environment=replace(environment_of(chain.device, slice_=slice_), compiled=chain.programs is not None),
         layers=chain.layers,
         repeats=chain.repeats,
         input_bytes=float(sum(leaf.nbytes for leaf in tensors)),

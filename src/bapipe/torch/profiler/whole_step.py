@@ -48,7 +48,8 @@ def time_whole(
     stopping: Stopping,
     warmup: int,
 ) -> WholeStep:
-    """Forward and backward of the whole model from idle to idle, as the module itself.
+    """Forward and backward of the whole model from idle to idle, as the module itself; of compiled layers, as all
+    of them one after another.
 
     On a CPU, where a step is long, of the measured layers alone if they stand for more. On a GPU also as one
     stage, and how long the host takes to issue each of the `units` within a step: the three
@@ -63,7 +64,7 @@ def time_whole(
 
     if device.type != "cuda":
         step = eager
-        if chain.repeats is not None:
+        if chain.repeats is not None or chain.programs is not None:
             piece = chain.piece(0, len(chain.layers) - 1)
             inputs = [leaves[index] for index in piece.roots]
 
@@ -75,6 +76,11 @@ def time_whole(
     make_gradients(chain.module.parameters())
     piece = chain.whole_model()
     roots = [leaves[index] for index in piece.roots]
+    if chain.programs is not None:  # the module itself is not compiled
+
+        def eager() -> list[Tensor]:
+            return tensors_of(piece.run(*roots))
+
     issue = _fitting(StepIssue(units, leaves), warmup)
     peak, idle = _peak(chain, eager, leaves)
     steps = [_TrainingStep(eager), _TrainingStep(lambda: tensors_of(piece.run(*roots)))]

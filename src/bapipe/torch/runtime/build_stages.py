@@ -18,6 +18,7 @@ from bapipe.torch.capturing import Captured, Stage, capture
 from bapipe.torch.capturing.loss_graph import OwnLoss, own_loss
 from bapipe.torch.capturing.torch_internals import flatten_recurrent, swap_parameter, unflatten
 from bapipe.torch.comm import Message, TensorShape
+from bapipe.torch.compiling.compiled_layers import CompiledPrograms, StageLayers, warm_up
 from bapipe.torch.device.dtypes import DTYPES
 from bapipe.torch.inputs.build_model import module_and_example
 from bapipe.torch.runtime.materialise import fill, initialise, open_state
@@ -223,8 +224,10 @@ def own_stages(
     rank: int,
     sizes: Sequence[int],
     device: torch.device,
+    programs: CompiledPrograms | None = None,
 ) -> OwnStages:
-    """The stages of a rank, on its device, and what crosses every boundary."""
+    """The stages of a rank, on its device, and what crosses every boundary; with `programs` their layers run
+    compiled."""
     captures = {size: captured.at(size) for size in sorted(set(sizes))}
     store: dict[tuple[str, int, int], Tensor] = {}
     stages, evaluation = (
@@ -239,6 +242,11 @@ def own_stages(
     )
     for by_size in stages.values():
         flatten_recurrent(captured.module, dict(next(iter(by_size.values())).named_parameters()))
+    if programs is not None:
+        for index, by_size in stages.items():
+            for size, stage in by_size.items():
+                _compile(stage, captures[size], plan.stages[index], store, programs)
+                warm_up(stage, captures[size], size, device)
     messages, differentiable = {}, {}
     for boundary, part in enumerate(plan.stages[:-1]):
         for size, one in captures.items():
@@ -280,6 +288,19 @@ def _stage(
             path, _, own = name.rpartition(".")
             swap_parameter(captured.module.get_submodule(path), own, buffer)
     return stage
+
+
+def _compile(
+    stage: Stage,
+    captured: Captured,
+    part: PlanStage,
+    store: dict[tuple[str, int, int], Tensor],
+    programs: CompiledPrograms,
+) -> None:
+    layers = StageLayers(
+        first=part.first_layer, last=part.last_layer, parts=parts_of(part), store=store, count_loss=True
+    )
+    programs.attach(stage, captured, layers)
 
 
 def _unflatten(spec: Any, leaves: Sequence[Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -63,7 +62,7 @@ class Reducer:
         given = [item.grad is not None for item in bucket]
         # Numbers from the host would have to wait for all that is queued on the device.
         present = bucket[0].new_ones(len(bucket)) if all(given) else bucket[0].new_tensor([*map(float, given)])
-        self._under_way.append(_Sum(bucket, self._group, present))
+        self._under_way.append(_Sum(bucket, self._group, present, all_given=all(given)))
 
     def finish(self) -> None:
         """Send what no gradient came for as zeros, wait, and leave the sums in `.grad`.
@@ -75,7 +74,9 @@ class Reducer:
             self._send(index)
         for item in self._under_way:
             *parts, counts = item.wait()
-            for parameter, part, count in zip(item.parameters, parts, counts.tolist(), strict=True):
+            # Where this rank had all of them the counts need not be asked for, which would wait for the device.
+            found = [1.0] * len(parts) if item.all_given else counts.tolist()
+            for parameter, part, count in zip(item.parameters, parts, found, strict=True):
                 if count:
                     _put(parameter, part)
         self._under_way.clear()
@@ -109,15 +110,24 @@ class _Sum:
     """Gradients that are being summed, missing ones as zeros, and what is given besides.
 
     They go in pieces of a bucket, all under way at once: gloo copies one to or from the GPU while it sums another.
+    NCCL sums on the device, and a wait for it lets the device wait, not the host.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *besides: Tensor) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        *besides: Tensor,
+        all_given: bool = False,
+    ) -> None:
         self.parameters = parameters
+        self.all_given = all_given
+        """whether this rank has a gradient of every one"""
         parts = [*(_gradient(item).reshape(-1) for item in parameters), *besides]
         self._sizes = [part.numel() for part in parts]
         self._flat = torch.cat(parts)
         self._made: torch.cuda.Event | None = None
-        if self._flat.is_cuda:
+        if self._flat.is_cuda and dist.get_backend(group) == "gloo":
             self._made = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._made.record()
         self._works: list[dist.Work] = []
@@ -178,12 +188,12 @@ def make_sums(
     placement: Sequence[Sequence[int]],
     users: Mapping[str, tuple[int, ...]],
     own: Mapping[int, Mapping[str, nn.Parameter]],
-    timeout: datetime.timedelta,
+    new_group: Callable[[Sequence[int]], dist.ProcessGroup],
 ) -> tuple[dict[int, Reducer], TiedWeights]:
     """Who sums what with whom, by stage and for tied weights. Every rank makes all groups, in the same order.
 
     `placement` has the ranks of each stage, `users` the stages that hold each parameter, `own` the parameters of
-    this rank's stages, `timeout` is for the groups that are made.
+    this rank's stages; `new_group` makes a process group of some ranks, and every rank calls it.
     """
     ranks = {
         name: tuple(sorted({rank for stage in stages for rank in placement[stage]}))
@@ -191,7 +201,7 @@ def make_sums(
     }
     tied = {name for name, stages in users.items() if len(stages) > 1 and len(ranks[name]) > 1}
     shared = {tuple(sorted(item)) for item in placement if len(item) > 1} | {ranks[name] for name in tied}
-    groups = {members: dist.new_group(list(members), timeout=timeout) for members in sorted(shared)}
+    groups = {members: new_group(members) for members in sorted(shared)}
     reducers = {}
     for stage, parameters in own.items():
         if len(placement[stage]) > 1:
@@ -206,7 +216,7 @@ MakeSums = Callable[
         Sequence[Sequence[int]],
         Mapping[str, tuple[int, ...]],
         Mapping[int, Mapping[str, nn.Parameter]],
-        datetime.timedelta,
+        Callable[[Sequence[int]], dist.ProcessGroup],
     ],
     tuple[dict[int, Reducer], TiedWeights],
 ]

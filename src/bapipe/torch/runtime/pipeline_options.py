@@ -23,6 +23,8 @@ class PipelineOptions:
     """how tensors get to other ranks"""
     autocast: torch.dtype | None = None
     """runs forwards and the loss under torch.autocast"""
+    compile: bool | None = None
+    """whether layers run compiled, see `bapipe.torch.compiling`; None: as the plan says"""
     seed: int | None = 0
     """makes every rank build the same weights; None leaves torch's generator alone"""
     timeout: float = 300.0

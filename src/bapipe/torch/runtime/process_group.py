@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
 
-__all__ = ["device_of", "join"]
+__all__ = ["device_of", "join", "planned_rank"]
 
 
 def join(plan: Plan, timeout: float) -> int:
@@ -30,7 +30,12 @@ def join(plan: Plan, timeout: float) -> int:
             f"the plan needs {needed} ranks, {started} were started; start it with torchrun "
             f"--nproc-per-node {needed}, with bapipe run, or as bapipe launch --print says"
         )
-    wanted = _planned_rank(plan)
+    wanted = _named_rank(plan)
+    if joined and "gloo" not in str(dist.get_backend_config()):
+        raise BaPipeError(
+            f"the process group has {dist.get_backend()} alone, and ranks agree over gloo; call "
+            "init_process_group('cpu:gloo,cuda:nccl'), or leave it to the Pipeline"
+        )
     if not joined:
         _join(wanted, needed, datetime.timedelta(seconds=timeout))
     rank = dist.get_rank()
@@ -58,7 +63,13 @@ def _join(wanted: int | None, needed: int, patience: datetime.timedelta) -> None
         dist.init_process_group("gloo", timeout=patience, rank=wanted, world_size=needed)
 
 
-def _planned_rank(plan: Plan) -> int | None:
+def planned_rank(plan: Plan) -> int:
+    """This process's rank before it has joined the others."""
+    named = _named_rank(plan)
+    return int(os.environ.get("RANK", "0")) if named is None else named
+
+
+def _named_rank(plan: Plan) -> int | None:
     """The rank that the plan has at this place of this node; None where the environment does not name the node."""
     node = os.environ.get("BAPIPE_NODE")
     if node is None:

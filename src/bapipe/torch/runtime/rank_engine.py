@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Action
 from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import Transport, guarded
-from bapipe.torch.comm.choose_transport import make_transport
+from bapipe.torch.comm.choose_transport import connect
+from bapipe.torch.comm.nccl import abort_nccl, nccl_group
+from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.device.allocator import keep_in_pages
+from bapipe.torch.health.process_exit import on_leaving
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.action_clock import clock_for
 from bapipe.torch.runtime.build_stages import (
@@ -41,8 +45,11 @@ from bapipe.torch.runtime.gradient_sync import MakeSums, Reducer, TiedWeights
 from bapipe.torch.runtime.microbatches import split_inputs, split_targets
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import RunnablePlan
-from bapipe.torch.runtime.process_group import device_of, join
+from bapipe.torch.runtime.process_group import device_of, join, planned_rank
+from bapipe.torch.runtime.rank_slice import take_slice
 from bapipe.torch.runtime.rank_state import RankState
+from bapipe.torch.runtime.run_channels import run_channels
+from bapipe.torch.stage.compiled_loss import CompiledWeighing
 from bapipe.torch.stage.loss import LossFunction, LossSum, LossTotals
 from bapipe.torch.stage.loss_weighing import Weighing
 from bapipe.torch.stage.runner import StageRunner
@@ -69,8 +76,12 @@ class Engine:
     ) -> None:
         """`make_sums` says which gradients are summed over which ranks; the rest is as in `Pipeline`."""
         self.plan, self.schedule, self.sizes = runnable.plan, runnable.schedule, runnable.sizes
+        if not dist.is_initialized():
+            take_slice(self.plan, planned_rank(self.plan), None if options.device is None else str(options.device))
         self.rank = join(self.plan, options.timeout)
         self.device = device_of(self.plan, options.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         keep_in_pages(self.device)
         self.stages = tuple(self.schedule.stages_of(self.rank))
         """the (virtual) stages of this rank"""
@@ -90,18 +101,30 @@ class Engine:
             captured = planned_model(build_model, self.plan, options.seed, options.autocast)
             self._phase(f"building {_named_stages(self.stages)} on {self.device}")
             users = stage_parameters(captured, self.plan)
+            self.programs = self._make_programs(options.compile)
+            """the compiled layers of this rank; None: they run as they were captured"""
             self.own = self._own_stages(captured, checkpoint, options.seed or 0)
             # One replica of the last stage warns where it is not known over what the loss is a mean.
-            self.weighing = Weighing(loss_fn, self.own.loss, warns=self.schedule.placement[-1][0] == self.rank)
+            self.weighing = self._weighing(loss_fn, warns=self.schedule.placement[-1][0] == self.rank)
             self.loss = LossSum(self.weighing, self.sizes)
             self.runners = self._make_runners()
             self.state = RankState(captured, self.schedule, self.rank, self.runners, users)
             self._phase(f"connecting to {len(self.plan.ranks) - 1} other ranks")
-            self.reducers, self.tied = self._make_sums(make_sums, users)
-            self.transport: Transport = make_transport(
-                options.transport, device=self.device, timeout=options.timeout
+            if self.device.type == "cuda":
+                on_leaving(abort_nccl)
+            connection = connect(
+                options.transport,
+                device=self.device,
+                channels=run_channels(
+                    self.schedule, lambda boundary, onward: self.own.message(boundary, max(self.sizes), onward)
+                ),
+                timeout=options.timeout,
             )
-            _logger.info("rank %d is ready: tensors cross by %s", self.rank, self.transport.name)
+            self.transport: Transport = connection.transport
+            self.reducers, self.tied = self._make_sums(make_sums, users, connection.sums)
+            on_gpu = self.device.type == "cuda"
+            # On GPUs there was a choice, which is worth a line that stays.
+            _logger.info("rank %d is ready: %s", self.rank, connection.reason, extra={"lasting": on_gpu})
         note = self.watch.progress.note_action
         self.executor = Executor(
             self.rank,
@@ -124,7 +147,37 @@ class Engine:
         self, captured: Captured, checkpoint: str | Path | Mapping[str, Tensor] | None, seed: int
     ) -> OwnStages:
         materialise_stages(captured, self.plan, self.stages, checkpoint, seed)
-        return own_stages(captured, self.plan, self.schedule, rank=self.rank, sizes=self.sizes, device=self.device)
+        with self._casting():  # compiled layers have the casts in them
+            own = own_stages(
+                captured,
+                self.plan,
+                self.schedule,
+                rank=self.rank,
+                sizes=self.sizes,
+                device=self.device,
+                programs=self.programs,
+            )
+        if self.programs is not None and not self.programs.compiled:
+            reason = next(iter(self.programs.failed.values()), "it has none")
+            _logger.warning("rank %d compiles no layer and runs all as captured: %s", self.rank, reason)
+        return own
+
+    def _make_programs(self, compile_: bool | None) -> CompiledPrograms | None:
+        if not (self.plan.compiled if compile_ is None else compile_):
+            return None
+        self._phase("compiling its layers")
+        split = self.schedule.parted_stages() & set(self.stages)
+        return CompiledPrograms(self.device, whole=split != set(self.stages), split=bool(split))
+
+    def _weighing(self, loss_fn: LossFunction | None, *, warns: bool) -> Weighing:
+        if self.programs is None:
+            return Weighing(loss_fn, self.own.loss, warns=warns)
+        return CompiledWeighing(loss_fn, self.own.loss, warns=warns, programs=self.programs)
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self._autocast)
 
     def _make_runners(self) -> dict[int, StageRunner]:
         last = self.schedule.num_stages - 1
@@ -145,10 +198,16 @@ class Engine:
         }
 
     def _make_sums(
-        self, make_sums: MakeSums, users: Mapping[str, tuple[int, ...]]
+        self, make_sums: MakeSums, users: Mapping[str, tuple[int, ...]], backend: str
     ) -> tuple[dict[int, Reducer], TiedWeights]:
+        def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+            if backend == "nccl":
+                return nccl_group(ranks, self.device)
+            group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
+            return group
+
         own = {stage: dict(runner.module.named_parameters()) for stage, runner in self.runners.items()}
-        return make_sums(self.schedule.placement, users, own, self.timeout)
+        return make_sums(self.schedule.placement, users, own, new_group)
 
     def close(self) -> None:
         """Let go of threads and links; every rank has taken its last step."""
@@ -180,7 +239,7 @@ class Engine:
             if runner.stage < self.schedule.num_stages - 1:
                 message = self.own.message(runner.stage, self.sizes[0], True)
                 runner.sent_dtypes = tuple(about.dtype for about in message)
-        with torch.autocast(self.device.type, self._autocast):
+        with self._casting():
             trace = self.executor.run(self.steps, inputs=leaves, targets=targets, training=training)
         self._agree_on_dtypes()
         return trace

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -88,6 +89,8 @@ def slice_environment(slices: Slices, index: int) -> dict[str, str]:
         "CUDA_MPS_LOG_DIRECTORY": f"{slices.folder}/log",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{slices.percentages[index]:g}",
     }
+    # NCCL refuses two ranks on one GPU, unless it takes them for hosts of their own.
+    variables["NCCL_HOSTID"] = f"{socket.gethostname()}-gpu{slices.gpu}-slice{index}"
     if len(slices) <= _FEW:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_QUEUES)
     if slices.memory is not None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from bapipe.torch.capturing import Stage
+from bapipe.torch.compiling.compiled_layers import CompiledLayers
+from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.device.h2d_copy import Upload
 from bapipe.torch.stage.input_boundary import Entrance
 from bapipe.torch.stage.loss import LossSum
@@ -70,8 +72,11 @@ class StageRunner:
         """micro-batch -> weight gradients that wait for their turn"""
         self._saved: dict[int, SavedValues] = {}
         """micro-batch -> what its forward saved, until it is known what of it the weight gradients need"""
-        self._splits = split
-        self._watches = split and not spec.whole
+        self._deferred: dict[int, list[DeferredGradients]] = {}
+        """micro-batch -> weight gradients of compiled layers that wait for their turn"""
+        self._defers = split and isinstance(self.module.computed_by, CompiledLayers)
+        self._splits = split and not self._defers
+        self._watches = self._splits and not spec.whole
         # Only what a capture has fixed has the same graph every time: no loss, no module that is kept whole.
         self._split = SplitBackward(list(self.module.parameters()), fixed=loss is None and not spec.whole)
         self._takes_gradient = [about.requires_grad for about in spec.received]
@@ -193,6 +198,8 @@ class StageRunner:
         leaves = self._inputs[microbatch] if self._roots else ()
         values = (*received, *(self._here(leaves[index]) for index in self._roots))
         others = {**self._weights, **(buffers or {})}
+        if self._defers and modules is None:
+            self._defer(module, microbatch)
         with self._watched(microbatch):
             made = functional_call(module, others, values) if others else module(*values)
         if self._loss is None:
@@ -201,6 +208,12 @@ class StageRunner:
         target = self._targets[microbatch] if len(self._targets) else None
         leaves, tokens = (made[:-1], made[-1]) if module.stage_spec.counts_loss else (made, None)
         return (self._loss.of(self._output(leaves), target, microbatch, count=count, tokens=tokens),)
+
+    def _defer(self, module: Stage, microbatch: int) -> None:
+        """Say where the backward of this forward is to leave its weight gradients."""
+        layers = module.computed_by
+        assert isinstance(layers, CompiledLayers)
+        layers.deferred = self._deferred.setdefault(microbatch, []) if torch.is_grad_enabled() else None
 
     def _watched(self, microbatch: int) -> AbstractContextManager[None]:
         if not self._watches or not torch.is_grad_enabled():
@@ -222,15 +235,22 @@ class StageRunner:
         if outputs:
             torch.autograd.backward(outputs, given)
         del self._in_flight[microbatch]
+        for item in self._deferred.pop(microbatch, ()):
+            item.run()
         entrance = self._entrances.pop(microbatch, None)
         return self._input_gradients(received) if entrance is None else entrance.gradients()
 
     def input_gradient(self, microbatch: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The first part of the backward: the input gradients, for the stage before. The micro-batch stays in
         flight."""
-        assert self._splits, "a runner must know from its forward on that a backward will be done in two parts"
+        assert self._splits or self._defers, "a runner must know from its forward on that a backward is split"
         received, made = self._in_flight[microbatch]
         outputs, given = self._roots_of_backward(made, gradients)
+        if self._defers:
+            if outputs:
+                torch.autograd.backward(outputs, given)
+            self._in_flight[microbatch] = ((), ())
+            return self._entrances.pop(microbatch).gradients()
         wanted = [value for value in received if value.requires_grad]
         saved = self._saved.pop(microbatch, None)
         self._delayed[microbatch] = self._split.run(outputs, given, wanted, saved=saved) if outputs else None
@@ -244,7 +264,9 @@ class StageRunner:
 
     def weight_gradient(self, microbatch: int) -> None:
         """The second part of the backward: gradients into the parameters' `.grad`."""
-        delayed = self._delayed.pop(microbatch)
+        for item in self._deferred.pop(microbatch, ()):
+            item.run()
+        delayed = self._delayed.pop(microbatch, None)
         if delayed is not None:
             delayed.run()
         del self._in_flight[microbatch]

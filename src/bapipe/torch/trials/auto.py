@@ -62,6 +62,8 @@ class AutoOptions:
     dtype: str = "fp32"
     device: str | None = None
     """cpu or cuda; None: what there is"""
+    compiled: bool = False
+    """whether layers are measured and run compiled"""
     racing: int = 4
     """plans that are raced; 1: none is, the prediction decides"""
     fresh: bool = False
@@ -202,16 +204,18 @@ def _profile(
     listed = ",".join(map(str, sizes))
     words = ["profile", model, "--micro-batch", listed, "--optimizer", options.optimizer, "--dtype", options.dtype]
     words += [f"--arg={key}={value}" for key, value in options.args.items()]
+    words += ["--compile"] if options.compiled else []
     device = "cpu" if machine.kind == "cpu" else "cuda"
     steps.command(*words, "--device", device, "-o", str(path))
     if path.exists() and not options.fresh:
         known = read_profile(path)
         table = next(iter(known.accelerators.values()))
         wanted = model_ref(model, options.args)
-        same = (known.model.ref, dict(known.model.args), known.dtype) == (
+        same = (known.model.ref, dict(known.model.args), known.dtype, known.compiled) == (
             wanted.ref,
             dict(wanted.args),
             options.dtype,
+            options.compiled,
         )
         if same and table.optimizer == options.optimizer and {*sizes} <= {*table.microbatches, *table.not_fitting}:
             steps.begin(f"{path} has the layers' costs already (--fresh measures them again)", None)
@@ -224,6 +228,7 @@ def _profile(
         dtype=options.dtype,
         args=options.args,
         optimizer=options.optimizer,
+        compile_=options.compiled,
         threads=1 if device == "cpu" else None,
         report=progress or quiet,
     )

@@ -125,13 +125,21 @@ def sampled_orders(state: SearchState, near: Sequence[Evaluation], scenarios: Sc
     tuning = state.tuning
     if "zb" not in _schedules(state, near):
         return
-    starts = {
-        (own.candidate.chain.microbatch, own.candidate.stages): own.candidate
-        for own in near
-        if takes_orders(own, tuning)
-    }
+    starts: dict[tuple[int, tuple[StageChoice, ...]], Candidate] = {}
+    sizes: Counter[int] = Counter()
+    for own in (own for own in near if takes_orders(own, tuning)):
+        key = own.candidate.chain.microbatch, own.candidate.stages
+        if key not in starts and sizes[key[0]] < tuning.ordered_pipelines:
+            starts[key] = own.candidate
+            sizes[key[0]] += 1
+    # The fastest of each micro-batch size first: which size is best turns with the orders.
+    places = {key: place for place, key in enumerate(starts)}
+    firsts = {key[0]: places[key] for key in reversed(starts)}
+    chosen = sorted(starts, key=lambda key: (firsts[key[0]] != places[key], places[key]))[
+        : tuning.ordered_pipelines
+    ]
     hardware = [scenarios.hardware(state.hardware, number) for number in range(tuning.sampled_orders)]
-    for candidate in list(starts.values())[: tuning.ordered_pipelines]:
+    for candidate in (starts[key] for key in chosen):
         chains = [scenarios.chain(candidate.chain, number) for number in range(tuning.sampled_orders)]
         others = list(zip(chains, hardware, strict=True))
         yield from orders_under(candidate, state.hardware, others, tuning)

@@ -56,7 +56,7 @@ def _finalists(state: SearchState) -> list[Evaluation]:
     kept = {id(own): own for own in (best, *near.fastest(tuning.scenario_candidates), *found)}
     if state.thorough(layers):
         orders = _Near(state, [])
-        for candidate in sampled_orders(state, near.fastest(tuning.moved_candidates), few):
+        for candidate in sampled_orders(state, near.fastest(tuning.scenario_candidates), few):
             orders.add(candidate)
         kept |= {id(own): own for own in orders.fastest(tuning.scenario_orders)}
     finalists, most = [], tuning.scenario_actions // tuning.fewest_scenarios

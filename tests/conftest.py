@@ -1,9 +1,10 @@
-"""What all tests share: hypothesis without chance, so that a red test is red again tomorrow; and Ctrl+C."""
+"""What all tests share: hypothesis without chance, so that a red test stays red; Ctrl+C; which files go first."""
 
 from __future__ import annotations
 
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -19,3 +20,23 @@ settings.load_profile("bapipe")
 # Where the tests run in the background of a shell, they and all that they start would not be interrupted.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONG = (
+    "tests/distributed/",
+    "tests/torch/",
+    "tests/test_documents.py",
+    "tests/browser/",
+    "tests/serve/",
+    "tests/fpga/",
+)
+"""files that take long, most of them because they start processes and wait for them"""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: with `-n`, one that is handed out last would leave the other processes without work."""
+
+    def place(item: pytest.Item) -> int:
+        return next((index for index, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG))
+
+    items.sort(key=place)

@@ -84,15 +84,36 @@ def _writing(saved: Path) -> bool:
     return any(path.name.startswith(".partial-") for path in saved.iterdir())
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The checkpoints of all steps of a run of three ranks of which none was killed."""
+    made: dict[int, Path] = {}
+
+    def folder(steps: int) -> Path:
+        if steps not in made:
+            made[steps] = tmp_path_factory.mktemp("calm")
+            write_plan(tiny_plan(3), made[steps] / "plan.json")
+            options = ["--steps", str(steps), "--every", "1", "--keep", str(steps), "--timeout", "60"]
+            done = run(made[steps] / "plan.json", *options, "--checkpoint", str(made[steps] / "saved"))
+            assert done.returncode == 0, done.stderr
+        return made[steps] / "saved"
+
+    return folder
+
+
+SHORT = 18
+"""steps of the run that is killed once"""
+
+
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path, kills: int) -> None:
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(
+    tmp_path: Path, kills: int, calm: Callable[[int], Path]
+) -> None:
     """Ranks are killed by chance: while they train, while a checkpoint is written, and while they start."""
     chance = random.Random(kills)
     write_plan(tiny_plan(3), tmp_path / "plan.json")
-    steps = 6 * kills + 12
+    steps = 6 * (kills - 1) + SHORT
     options = ["--steps", str(steps), "--every", "1", "--timeout", "60"]
-    calm = run(tmp_path / "plan.json", *options, "--checkpoint", str(tmp_path / "calm"))
-    assert calm.returncode == 0, calm.stderr
     saved = tmp_path / "saved"
     how = ["--async"] if kills % 2 else []
     going = _Run(tmp_path / "plan.json", saved, *options, *how, "--restarts", str(kills))
@@ -126,7 +147,7 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path, 
     said = re.findall(r"bapipe: rank (\d) on .*was killed by SIGKILL.*; restart (\d+) of (\d+), from ", output)
     assert said == [(str(rank), str(number), str(kills)) for number, (_, rank, _) in enumerate(done, 1)]
     assert kills < 3 or any(writing for moment, _, writing in done if moment == "writing")
-    wanted, found = states(tmp_path / "calm"), states(saved)
+    wanted, found = states(calm(steps)), states(saved)
     assert wanted.keys() == found.keys()
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
     assert names(saved) == [f"step-{step:08d}" for step in (steps - 1, steps)]
@@ -138,13 +159,11 @@ def _profiled_plan() -> Plan:
     return replace(plan, prediction=replace(plan.prediction, time=0.05))
 
 
-def test_an_elastic_run_goes_on_with_what_is_left(tmp_path: Path) -> None:
+def test_an_elastic_run_goes_on_with_what_is_left(tmp_path: Path, calm: Callable[[int], Path]) -> None:
     """Three ranks, one is killed, two go on; the weights are those of three that were not killed."""
     plan = _profiled_plan()
     write_plan(plan, tmp_path / "plan.json")
     options = ["--steps", "8", "--every", "2"]
-    calm = run(tmp_path / "plan.json", *options, "--checkpoint", str(tmp_path / "calm"))
-    assert calm.returncode == 0, calm.stderr
     saved = tmp_path / "saved"
     going = _Run(tmp_path / "plan.json", saved, *options, "--elastic", "--profile", str(PROFILE))
     try:
@@ -160,7 +179,7 @@ def test_an_elastic_run_goes_on_with_what_is_left(tmp_path: Path) -> None:
     assert describe_change(plan, after, "localhost/1") in output
     assert re.search(rf"training goes on from {saved}/step-0000000[246] by {saved}/plan-2.json", output)
     assert output.count("step 7  loss") == 1
-    wanted, found = states(tmp_path / "calm"), states(saved)
+    wanted, found = states(calm(SHORT) / "step-00000008"), states(saved)
     assert wanted.keys() == found.keys()
     for name, value in wanted.items():
         assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-7), name

@@ -19,6 +19,7 @@ from pipedream_cases import PipeDreamCase, write_cases
 from bapipe.records.plan import read_plan
 from bapipe.records.run_record import read_run
 from bapipe.schedule.generators import pipedream
+from command import bapipe
 
 HERE = Path(__file__).resolve().parent
 CASES = (
@@ -104,18 +105,15 @@ def test_plan_run_and_compare(tmp_path: Path) -> None:
     folder, program = HERE.parents[1], Path(sys.executable).with_name("bapipe")
     plan, run = tmp_path / "plan.json", tmp_path / "run.json"
     what = ("examples/tiny-profile.json", "--cluster", "examples/cluster-two-cpus.toml", "--minibatch", "32")
-    commands = (
-        ("plan", *what, "--schedule", "pipedream", "--strategy", "pipedream", "--out", str(plan)),
-        ("run", str(plan), "--steps", "3", "--check", "--out", str(run)),
-        ("compare", str(plan), str(run), "--json"),
-    )
-    outputs = []
-    for command in commands:
-        done = subprocess.run(
-            [str(program), *command], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
+    how = ("--schedule", "pipedream", "--strategy", "pipedream", "--out", str(plan))
+    assert bapipe("plan", *what, *how, folder=folder).returncode == 0
+    trained = subprocess.run(
+        [str(program), "run", str(plan), "--steps", "3", "--check", "--out", str(run)],
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    compared = bapipe("compare", str(plan), str(run), "--json")
+    assert compared.returncode == 0, compared.stderr
     record = read_run(run)
     assert record.weight_versions == (2, 1)
     assert record.peak_in_flight == (2, 1)
@@ -123,7 +121,7 @@ def test_plan_run_and_compare(tmp_path: Path) -> None:
     assert record.check is not None
     assert record.check.passed
     assert len(record.steps) == 3
-    found = json.loads(outputs[-1])
+    found = json.loads(compared.stdout)
     step = record.steps[record.recorded_step]
     assert math.isclose(found["time"]["measured"], step.seconds, rel_tol=1e-6)
     assert math.isclose(found["time"]["predicted"], read_plan(plan).prediction.time, rel_tol=1e-6)

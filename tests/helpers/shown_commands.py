@@ -35,6 +35,8 @@ _STAND_INS = (
     (r"--ranks 4", "--ranks 2"),
     (r"(?<!launch )--steps \d+", "--steps 2"),
     (r"--every \d+", "--every 1"),
+    (r"^bapipe auto\b(?=.* --steps)", "bapipe auto --ranks 2 --micro-batch 8,16 --race 1 --arg hidden=64"),
+    (r"^(bapipe what-if .*--sweep \S+\.\.\S+)", r"\1 --points 2"),
     (r"^scripts/demo$", "bash -n scripts/demo"),
 )
 """what a document has -> what a test runs in its place: the same options with a model that takes seconds"""

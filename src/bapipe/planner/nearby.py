@@ -17,12 +17,12 @@ from bapipe.errors import InfeasibleError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.evaluate import Candidate, Evaluation, StageChoice, evaluate, unreplicated
 from bapipe.planner.incumbents import rank
-from bapipe.planner.order_search import timed_plans
+from bapipe.planner.order_search import orders_under, takes_orders, timed_plans
 from bapipe.planner.pipelines import FAMILIES, build, optimal, with_cuts
 from bapipe.planner.scenarios import Scenarios
 from bapipe.planner.state import SearchState
 
-__all__ = ["moved_candidates", "other_orders", "sampled_partitions"]
+__all__ = ["moved_candidates", "other_orders", "sampled_orders", "sampled_partitions"]
 
 
 def moved_candidates(candidate: Candidate, cluster: Cluster) -> Iterator[Candidate]:
@@ -72,12 +72,7 @@ def other_orders(state: SearchState, near: Sequence[Evaluation]) -> list[Evaluat
             found.append(evaluate(candidate, state.hardware))
     found.sort(key=rank)
     if "zb" in _schedules(state, starts):
-        small = [
-            own
-            for own in found
-            if len(own.candidate.stages) * own.candidate.schedule.num_microbatches <= tuning.order_size
-        ]
-        distinct = {own.candidate.stages: own for own in reversed(small)}
+        distinct = {own.candidate.stages: own for own in reversed(found) if takes_orders(own, tuning)}
         for own in sorted(distinct.values(), key=rank)[: tuning.ordered_pipelines]:
             found += timed_plans(own, state.hardware, moves="layers", tuning=tuning)
     return found
@@ -119,6 +114,39 @@ def sampled_partitions(
             plain = unreplicated(stages)
             if len(stages) > 1 and (plain or family.replicas):
                 yield build(chain, stages, family, microbatches, state.hardware, tuning)
+
+
+def sampled_orders(state: SearchState, near: Sequence[Evaluation], scenarios: Scenarios) -> Iterator[Candidate]:
+    """The pipelines near the best in zero-bubble orders made for the predicted times and for those of scenarios.
+
+    An order that is made for times to the last bit may wait much where these are a little different; so may one
+    whose K is the least with which no transfer is waited for.
+    """
+    tuning = state.tuning
+    if "zb" not in _schedules(state, near):
+        return
+    starts: dict[tuple[int, tuple[StageChoice, ...]], Candidate] = {}
+    sizes: Counter[int] = Counter()
+    for own in (own for own in near if takes_orders(own, tuning)):
+        key = own.candidate.chain.microbatch, own.candidate.stages
+        if key not in starts and sizes[key[0]] < tuning.ordered_pipelines:
+            starts[key] = own.candidate
+            sizes[key[0]] += 1
+    # The fastest of each micro-batch size first: which size is best turns with the orders.
+    places = {key: place for place, key in enumerate(starts)}
+    firsts = {key[0]: places[key] for key in reversed(starts)}
+    chosen = sorted(starts, key=lambda key: (firsts[key[0]] != places[key], places[key]))[
+        : tuning.ordered_pipelines
+    ]
+    hardware = [scenarios.hardware(state.hardware, number) for number in range(tuning.sampled_orders)]
+    for candidate in (starts[key] for key in chosen):
+        chains = [scenarios.chain(candidate.chain, number) for number in range(tuning.sampled_orders)]
+        others = list(zip(chains, hardware, strict=True))
+        yield from orders_under(candidate, state.hardware, others, tuning)
+        count = candidate.schedule.num_microbatches
+        for family, (chain, changed) in itertools.product((FAMILIES["zb"], FAMILIES["1f1b"]), others):
+            made = build(chain, candidate.stages, family, count, changed, tuning)
+            yield replace(made, chain=candidate.chain)
 
 
 def _type_orders(rows: Sequence[int], most: int) -> list[tuple[int, ...]]:

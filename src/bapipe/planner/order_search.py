@@ -12,7 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate, stage_costs
+from bapipe.costs.segments import Chain
+from bapipe.planner.evaluate import (
+    Candidate,
+    Evaluation,
+    Hardware,
+    StageChoice,
+    evaluate,
+    stage_costs,
+    unreplicated,
+)
 from bapipe.planner.inflight_caps import inflight_bytes, least_caps
 from bapipe.planner.intra_layer_cuts import refined, staggered_stages
 from bapipe.planner.partition.paper.intra_layer import translate
@@ -21,7 +30,7 @@ from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.list_schedule import Preference, StageTimes, timed_order
 
-__all__ = ["Moves", "timed_plans"]
+__all__ = ["Moves", "orders_under", "takes_orders", "timed_plans"]
 
 _CHOICES = tuple(
     (Preference(forward_first=first, gap=gap), more)
@@ -57,6 +66,33 @@ def timed_plans(
         choices = search.quickest(cut)[: tuning.orders_simulated]
         found += [evaluate(search.candidate(cut, choice), hardware) for choice in choices]
     return found
+
+
+def takes_orders(start: Evaluation, tuning: Tuning) -> bool:
+    """Whether it is a pipeline that a zero-bubble order can be made for with little work."""
+    stages, schedule = start.candidate.stages, start.candidate.schedule
+    if not unreplicated(stages) or not len(stages) == schedule.num_ranks > 1:
+        return False
+    small = len(stages) * schedule.num_microbatches <= tuning.order_size
+    return small and not any(stage.recompute for stage in stages)
+
+
+def orders_under(
+    candidate: Candidate, hardware: Hardware, others: Sequence[tuple[Chain, Hardware]], tuning: Tuning
+) -> Iterator[Candidate]:
+    """The candidate's stages in the orders made for its times, and in one made for each of other times.
+
+    An order is as long as its times were when it was made: under others one that waits less may be shorter.
+    """
+    search = _Search(candidate, hardware, tuning)
+    choices = search.quickest(candidate.stages)[: tuning.orders_simulated]
+    yield from (search.candidate(candidate.stages, choice) for choice in choices)
+    for chain, changed in others:
+        other = _Search(replace(candidate, chain=chain), changed, tuning)
+        quickest = min(
+            choices[: tuning.sampled_choices], key=lambda choice: other.seconds(candidate.stages, choice)
+        )
+        yield replace(other.candidate(candidate.stages, quickest), chain=candidate.chain)
 
 
 def _in_slices(candidate: Candidate, slices: int) -> Candidate:

@@ -109,14 +109,21 @@ class Scenarios:
         for number in range(len(self)):
             changed = self.hardware(hardware, number)
             chains: dict[int, Chain] = {}
+            # Costs depend on the stages alone and routes on the ranks', which many schedules share.
+            timed: dict[tuple[object, ...], Costs] = {}
+            routed: dict[tuple[object, ...], Network] = {}
             for index, evaluation in enumerate(evaluations):
                 candidate, schedule = evaluation.candidate, evaluation.schedule
-                own = candidate.chain
+                own, ranks = candidate.chain, accelerators_of_ranks(candidate)
                 if id(own) not in chains:
                     chains[id(own)] = self.chain(own, number)
-                costs[index].append(run_costs(replace(candidate, chain=chains[id(own)]), changed))
-                ranks = accelerators_of_ranks(candidate)
-                networks[index].append(network_of(changed.cluster, ranks, schedule))
+                staged, placed = (id(own), candidate.stages, schedule.flushes), (ranks, schedule.placement)
+                if staged not in timed:
+                    timed[staged] = run_costs(replace(candidate, chain=chains[id(own)]), changed)
+                if placed not in routed:
+                    routed[placed] = network_of(changed.cluster, ranks, schedule)
+                costs[index].append(timed[staged])
+                networks[index].append(routed[placed])
         return np.stack(
             [
                 scenario_times(evaluation.schedule, costs[index], networks[index])

@@ -83,10 +83,16 @@ class Tuning:
     """orders of the accelerator types along a pipeline that are tried for that"""
     ordered_pipelines: int = 4
     """of the pipelines in these orders, those that get a zero-bubble order made for their times"""
+    sampled_orders: int = 8
+    """scenarios for whose times zero-bubble orders are made"""
+    sampled_choices: int = 3
+    """of the orders made for the predicted times, the rules that are tried for those of a scenario"""
     nearby_actions: int = 100_000
     """actions of added candidates that are simulated"""
     scenario_candidates: int = 32
     """candidates near the best that are timed in scenarios, beside the best of every family"""
+    scenario_orders: int = 24
+    """orders of the same stages, beside these, that are timed in scenarios"""
     scenarios: int = 100
     """scenarios, as far as `scenario_actions` goes"""
     fewest_scenarios: int = 20

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bapipe.planner.evaluate import Evaluation, StageChoice, unreplicated
+from bapipe.planner.evaluate import Evaluation, StageChoice
 from bapipe.planner.incumbents import lightest
 from bapipe.planner.intra_layer_cuts import splits_everywhere
-from bapipe.planner.order_search import Moves, timed_plans
+from bapipe.planner.order_search import Moves, takes_orders, timed_plans
 from bapipe.planner.state import SearchState
-from bapipe.planner.tuning import Tuning
 
 __all__ = ["reorder_pipelines"]
 
@@ -49,17 +48,8 @@ def _starts(state: SearchState) -> list[Evaluation]:
     found: dict[tuple[StageChoice, ...], Evaluation] = {}
     for start in state.incumbents.ranked():
         near = best is None or start.time <= tuning.near_best * best.time
-        if near and _takes_orders(start, tuning):
+        if near and takes_orders(start, tuning):
             found.setdefault(start.candidate.stages, start)
     starts = list(found.values())[: tuning.reordered_pipelines]
     known = any(start.candidate.stages == own.candidate.stages for start in starts)
-    return starts if known or not _takes_orders(own, tuning) else [*starts, own]
-
-
-def _takes_orders(start: Evaluation, tuning: Tuning) -> bool:
-    """Whether it is a pipeline that a zero-bubble order can be made for with little work."""
-    stages, schedule = start.candidate.stages, start.candidate.schedule
-    if not unreplicated(stages) or not len(stages) == schedule.num_ranks > 1:
-        return False
-    small = len(stages) * schedule.num_microbatches <= tuning.order_size
-    return small and not any(stage.recompute for stage in stages)
+    return starts if known or not takes_orders(own, tuning) else [*starts, own]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bapipe.planner.evaluate import Candidate, Evaluation, evaluate
 from bapipe.planner.incumbents import rank
-from bapipe.planner.nearby import moved_candidates, other_orders, sampled_partitions
+from bapipe.planner.nearby import moved_candidates, other_orders, sampled_orders, sampled_partitions
 from bapipe.planner.outlook import Outlook, least_regret
 from bapipe.planner.scenarios import draw_scenarios
 from bapipe.planner.state import SearchState
@@ -54,6 +54,11 @@ def _finalists(state: SearchState) -> list[Evaluation]:
         for candidate in moved_candidates(start.candidate, state.cluster):
             near.add(candidate)
     kept = {id(own): own for own in (best, *near.fastest(tuning.scenario_candidates), *found)}
+    if state.thorough(layers):
+        orders = _Near(state, [])
+        for candidate in sampled_orders(state, near.fastest(tuning.scenario_candidates), few):
+            orders.add(candidate)
+        kept |= {id(own): own for own in orders.fastest(tuning.scenario_orders)}
     finalists, most = [], tuning.scenario_actions // tuning.fewest_scenarios
     for own in sorted(kept.values(), key=lambda item: (item is not best, rank(item))):
         most -= own.schedule.num_actions
@@ -87,6 +92,8 @@ class _Near:
     def fastest(self, count: int) -> list[Evaluation]:
         """So many at most, none slower than the errors explain."""
         ranked = sorted(self._known.values(), key=rank)
+        if not ranked:
+            return []
         enough = ranked[0].throughput / (1 + self._state.margin)
         return [own for own in ranked if own.throughput >= enough][:count]
 
@@ -94,4 +101,5 @@ class _Near:
 def _shape(candidate: Candidate) -> tuple[object, ...]:
     """What tells two candidates apart."""
     schedule = candidate.schedule
-    return candidate.chain.units, candidate.chain.microbatch, candidate.stages, schedule.name, schedule.caps
+    order = tuple(lane.kinds.tobytes() + lane.microbatches.tobytes() for lane in schedule.lanes)
+    return candidate.chain.units, candidate.chain.microbatch, candidate.stages, schedule.name, order

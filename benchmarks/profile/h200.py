@@ -136,7 +136,7 @@ def run_job(options: argparse.Namespace, deadline: float) -> None:
             model,
             settings=settings,
             device=options.device,
-            dtype=dtype,
+            precision=dtype,
             args={**MODELS[model], **({"with_loss": True} if options.with_loss else {})},
             slice_=load.name if load else "",
             report=report,
@@ -156,7 +156,7 @@ def on_slice(shares: tuple[float, ...], model: str, dtype: str, load_size: int) 
         return
     cut = slices.start(shares, memory=SLICE_MEMORY)
     os.environ.update(slices.slice_environment(cut, 0))
-    with loaded(cut, 0, model, MODELS[model], dtype=dtype, microbatch=load_size) as load:
+    with loaded(cut, 0, model, MODELS[model], precision=dtype, microbatch=load_size) as load:
         yield load
 
 

@@ -20,12 +20,12 @@ from bapipe.records.plan import Plan
 from bapipe.torch.capturing import Stage, capture
 from bapipe.torch.comm import Message
 from bapipe.torch.comm.rank_agreement import gathered
+from bapipe.torch.device.precision_modes import set_precision
 from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.inputs.training_data import batches_for
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.launch.train import peak_memory
-from bapipe.torch.profiler.environment import plain_fp32
 from bapipe.torch.runtime.build_stages import OwnStages, check_model, own_stages
 from bapipe.torch.runtime.plan_checks import check_plan
 
@@ -49,8 +49,8 @@ def train_torch(plan: Plan, name: str, *, steps: int, device: torch.device) -> d
     rank, world = dist.get_rank(), dist.get_world_size()
     _try_message(device)
     settings = RunOptions()
-    plain_fp32(plan.dtype)
-    built = build_model(plan.model, seed=settings.seed, dtype=plan.dtype)
+    set_precision(plan.precision, device)
+    built = build_model(plan.model, seed=settings.seed, precision=plan.dtype)
     if built.loss is not None:
         raise BaPipeError("torch's schedules run here on models that return their loss; profile it with_loss=true")
     captured = capture(built.module, built.args, built.kwargs, check=False)

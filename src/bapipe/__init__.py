@@ -116,13 +116,15 @@ def plan(
     `model` is a built-in name, the path of a profile.json, a layer table (.toml) or PipeDream's graph.txt, or a
     `Profile`. `cluster` is a shorthand such as "4xv100" or "2xa100+2xv100", the path of a .toml file, or a
     `Cluster`. `global_batch` is the number of samples of one optimizer step (default: 64 per accelerator). A given
-    `micro_batch`, `schedule` or number of `stages` is kept, else the best is chosen. `precision` is that of costs
-    which are computed here; a measured profile has its own. The `optimizer` is by default the one that the profile
-    was measured with, or sgd. With `split_layers` two stages may share a layer.
+    `micro_batch`, `schedule` or number of `stages` is kept, else the best is chosen. `precision` is fp32, tf32,
+    bf16, fp16, bf16-mixed or fp16-mixed, by default the profile's own, or fp32 where costs are computed here. The
+    `optimizer`, such as "adamw" or "adamw(fused=true)", is by default the one that the profile was measured with,
+    or sgd. With `split_layers` two stages may share a layer.
 
     Raises `BaPipeError`, with what to do, if nothing fits or an argument is wrong.
     """
     from bapipe.costs.profile import Profile
+    from bapipe.costs.resolve_model import of_precision
     from bapipe.hardware.cluster import Cluster
     from bapipe.hardware.cluster_file import read_cluster
     from bapipe.planner import Request, explore, make_plan
@@ -139,13 +141,13 @@ def plan(
     )
     hardware = cluster if isinstance(cluster, Cluster) else read_cluster(str(cluster))
     if isinstance(model, Profile):
-        return make_plan(explore(model, hardware, request))
+        return make_plan(explore(of_precision(model, precision), hardware, request))
     if goes_on_fpgas(str(model), hardware):
         from bapipe.fpga import explore_fpga, make_fpga_plan
 
         layers = layers_for_fpgas(str(model))
         return make_fpga_plan(explore_fpga(layers, hardware, request, dtype=precision or FPGA_DTYPE))
-    costs = profile_for(str(model), hardware, microbatch=micro_batch, dtype=precision)
+    costs = profile_for(str(model), hardware, microbatch=micro_batch, precision=precision)
     return make_plan(explore(costs, hardware, request))
 
 
@@ -166,7 +168,8 @@ def profile(
     `model` is an `nn.Module`, with an example of its inputs in `args` and `kwargs`, or the name of a built-in
     model or of a `package.module:function`, with that function's arguments in `kwargs`. The costs are filed under
     `accelerator`, by default the catalogue's name of the device; a cluster must have accelerators of that type.
-    `threads` are those of a CPU rank.
+    `precision` is fp32, tf32, bf16, fp16, bf16-mixed or fp16-mixed: layers are measured as a run executes them in
+    it, and plans made from the profile train in it. `threads` are those of a CPU rank.
     """
     from bapipe.models.layers import ModelRef
     from bapipe.torch.profiler import MeasureSettings, profile_model, profile_module
@@ -175,7 +178,7 @@ def profile(
     common: dict[str, Any] = {
         "settings": settings,
         "device": device,
-        "dtype": precision,
+        "precision": precision,
         "optimizer": optimizer,
         "accelerator": accelerator,
         "threads": threads if device == "cpu" else None,

@@ -18,6 +18,7 @@ CASES = [
     (("plan", "alexnet", "--cluster", "2xv100", "--json"), ("--global-batch", "16")),
     (("plan", "alexnet", "--cluster", "2xv100", "--json"), ("--micro-batch", "8")),
     (("plan", "alexnet", "--cluster", "2xv100", "--global-batch", "32", "--json"), ("--in-flight", "2")),
+    (("plan", "alexnet", "--cluster", "2xa100", "--global-batch", "16", "--json"), ("--precision", "bf16")),
     (("simulate", "1f1b-sno", "--stages", "2", *TIMES), ("--micro-batches", "3")),
     (("simulate", "1f1b", "--stages", "2", "-m", "3", *TIMES), ("--in-flight", "2,1")),
     (("simulate", "1f1b-so", "--stages", "2", "-m", "3", *TIMES), ("--optimizer-step", "5")),

@@ -38,7 +38,7 @@ def layer(**changes: object) -> Layer:
 
 def costs(*layers: Layer, kind: AcceleratorType = PLAIN, dtype: str = "fp32", batch: int = 1) -> LayerCosts:
     model = Model(name="m", layers=layers, input_elements=5.0)
-    return analytic_profile(model, [kind], dtype=dtype, microbatches=[batch]).at(kind.name, batch)
+    return analytic_profile(model, [kind], precision=dtype, microbatches=[batch]).at(kind.name, batch)
 
 
 def changed(**values: object) -> AcceleratorType:
@@ -53,7 +53,7 @@ def changed(**values: object) -> AcceleratorType:
 def step_rate(model: str, accelerator: str, dtype: str, batch: int, **args: int | str) -> float:
     """Samples per second of one accelerator, update included."""
     kind = find_type(accelerator)
-    profile = analytic_profile(builtin_model(model, **args), [kind], dtype=dtype, microbatches=[batch])
+    profile = analytic_profile(builtin_model(model, **args), [kind], precision=dtype, microbatches=[batch])
     at = profile.at(kind.name, batch)
     return batch / float(at.forward.sum() + at.backward.sum() + at.update.sum())
 
@@ -117,7 +117,7 @@ def test_moved_elements_default_to_input_output_and_stash() -> None:
 def test_bytes_follow_dtype_and_batch() -> None:
     for dtype, size in (("fp32", 4), ("fp16", 2)):
         model = Model(name="m", layers=(layer(error_elements=0.0),), input_elements=5.0)
-        profile = analytic_profile(model, [PLAIN], dtype=dtype, microbatches=[8, 2])
+        profile = analytic_profile(model, [PLAIN], precision=dtype, microbatches=[8, 2])
         table = profile.accelerators["plain"]
         assert table.microbatches == (2, 8)
         assert table.boundary_forward == ((20.0 * size,), (80.0 * size,))
@@ -135,7 +135,7 @@ def test_update_moves_fp32_values_whatever_the_dtype() -> None:
 
 def test_tied_weights_are_updated_and_counted_once() -> None:
     model = Model(name="m", layers=(layer(), layer(name="head", shares_weights_with="x")), input_elements=1.0)
-    profile = analytic_profile(model, [PLAIN], dtype="fp32", microbatches=[1])
+    profile = analytic_profile(model, [PLAIN], precision="fp32", microbatches=[1])
     assert profile.layers[1].shares_weights_with == "x"
     assert list(profile.weight_bytes) == [4000, 0]
     assert profile.at("plain", 1).update[1] == 0
@@ -149,7 +149,7 @@ def test_dtype_without_a_share_takes_the_default() -> None:
 def test_labels() -> None:
     split = Split(channels=4)
     model = Model(name="m", layers=(layer(split=split),), input_elements=1.0)
-    profile = analytic_profile(model, [find_type("v100"), find_type("a100")], dtype="fp16", microbatches=[1])
+    profile = analytic_profile(model, [find_type("v100"), find_type("a100")], precision="fp16", microbatches=[1])
     assert profile.layers[0].split == split
     assert set(profile.accelerators) == {"v100-16", "a100-40"}
     table = profile.accelerators["v100-16"]
@@ -184,7 +184,7 @@ def test_larger_microbatches_are_more_efficient() -> None:
     ("dtype", "sizes", "message"),
     [
         ("fp8", [1], r"accelerator 'plain' has no peak for fp8; it has fp32, fp16: choose among them"),
-        ("fp23", [1], r"unknown dtype 'fp23' \(did you mean 'fp32'\?\)"),
+        ("fp23", [1], r"unknown precision 'fp23' \(did you mean 'fp32'\?\)"),
         ("fp32", [], r"micro-batch sizes must be at least 1, got \[\]"),
         ("fp32", [4, 0], r"micro-batch sizes must be at least 1, got \[0, 4\]"),
     ],
@@ -192,13 +192,15 @@ def test_larger_microbatches_are_more_efficient() -> None:
 def test_bad_requests(dtype: str, sizes: list[int], message: str) -> None:
     model = Model(name="m", layers=(layer(),), input_elements=1.0)
     with pytest.raises(BaPipeError, match=message):
-        analytic_profile(model, [PLAIN], dtype=dtype, microbatches=sizes)
+        analytic_profile(model, [PLAIN], precision=dtype, microbatches=sizes)
 
 
 def test_empty_requests() -> None:
     with pytest.raises(BaPipeError, match="model 'm' has no layers"):
-        analytic_profile(Model(name="m", layers=(), input_elements=1.0), [PLAIN], dtype="fp32", microbatches=[1])
+        analytic_profile(
+            Model(name="m", layers=(), input_elements=1.0), [PLAIN], precision="fp32", microbatches=[1]
+        )
     with pytest.raises(BaPipeError, match="at least one accelerator type"):
         analytic_profile(
-            Model(name="m", layers=(layer(),), input_elements=1.0), [], dtype="fp32", microbatches=[1]
+            Model(name="m", layers=(layer(),), input_elements=1.0), [], precision="fp32", microbatches=[1]
         )

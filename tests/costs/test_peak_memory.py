@@ -86,7 +86,8 @@ def counted(schedule: Schedule, timeline: Timeline, needed: list[StageBytes], ag
             if makes:
                 made.add(stage)
             absent = sum(needed[other].weights for other in stages if other not in made)
-            most = max(most, activations + besides + waiting - absent)
+            casts = sum(needed[other].casts for other in stages)
+            most = max(most, casts + activations + besides + waiting - absent)
             if kind == Kind.B:
                 activations -= item.saved_activations
             if kind == Kind.I:

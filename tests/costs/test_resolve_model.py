@@ -31,7 +31,7 @@ def test_builtin() -> None:
     assert profile.model.args == {"classes": 10}
     assert profile.dtype == "fp32"
     assert profile.accelerators["v100-16"].microbatches == (1, 8)
-    assert load("gnmt-6", dtype="fp16").dtype == "fp16"
+    assert load("gnmt-6", precision="fp16").dtype == "fp16"
 
 
 def test_layer_table() -> None:
@@ -45,9 +45,9 @@ def test_profile_file(tmp_path: Path) -> None:
     written = load("alexnet")
     write_profile(written, file)
     assert load(file, microbatches=[3]) == written
-    assert load(file, dtype="fp32") == written
+    assert load(file, precision="fp32") == written
     with pytest.raises(BaPipeError, match="the profile of alexnet is of fp32, asked for bf16"):
-        load(file, dtype="bf16")
+        load(file, precision="bf16")
 
 
 def test_graph() -> None:
@@ -57,7 +57,7 @@ def test_graph() -> None:
     assert scaled.microbatches == (1, 8)
     assert "scaled from batch 128" in scaled.description
     with pytest.raises(BaPipeError, match="is of fp32, asked for fp16"):
-        load(GRAPH, dtype="fp16")
+        load(GRAPH, precision="fp16")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_graph() -> None:
         ("none.json", {}, r"there is no file none.json"),
         ("none.toml", {}, r"there is no file none.toml"),
         ("none.graph.txt", {}, r"there is no file none.graph.txt"),
-        ("vgg16", {"dtype": "bf16"}, r"accelerator 'v100-16' has no peak for bf16; it has fp32, fp16"),
+        ("vgg16", {"precision": "bf16"}, r"accelerator 'v100-16' has no peak for bf16; it has fp32, fp16"),
         ("vgg16", {"args": {"imag": 3}}, r"vgg16 has no option 'imag' \(did you mean 'image'\?\)"),
         ("none.toml", {"args": {"image": 3}}, r"options such as image are for built-in models, got 'none.toml'"),
         ("vgg16", {"batch": 3}, r"a batch is given for \*.graph.txt only, got 'vgg16'"),
@@ -92,6 +92,6 @@ def test_no_torch_is_imported() -> None:
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     for name in ("gpt2", "gnmt-8", "resnet18"):
-        profile = load(name, types=[V100, find_type("a100")], dtype="fp16")
+        profile = load(name, types=[V100, find_type("a100")], precision="fp16")
         write_profile(profile, tmp_path / "profile.json")
         assert load(tmp_path / "profile.json").hash == profile.hash

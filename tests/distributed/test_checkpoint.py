@@ -247,7 +247,7 @@ def test_the_library_refuses_such_a_folder_when_it_is_named(tmp_path: Path) -> N
     """Not at the first save, hours later."""
     (tmp_path / "file").touch()
     plan = tiny_plan(1)
-    built = build_model(plan.model, folders=[ROOT], dtype=plan.dtype)
+    built = build_model(plan.model, folders=[ROOT], precision=plan.dtype)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with Pipeline(lambda: (built.module, built.args, built.kwargs), plan, built.loss) as pipe:

@@ -162,7 +162,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 def _pipeline(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, Any]:
     monkeypatch.syspath_prepend(str(HERE))
-    built = build_model(plan.model, folders=[ROOT], dtype=plan.dtype)
+    built = build_model(plan.model, folders=[ROOT], precision=plan.dtype)
     pipe = Pipeline(lambda: (built.module, built.args, built.kwargs), plan, built.loss, seed=None)
     return pipe, batches_for(built, "synthetic", minibatch=plan.minibatch, seed=0)
 
@@ -229,7 +229,7 @@ def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         _pipeline(replace(plan, model=other), monkeypatch)
     with pytest.raises(BaPipeError, match=r"fingerprint .* but the plan is of abc: .*; profile and plan it again"):
         _pipeline(replace(plan, model=replace(plan.model, fingerprint="abc")), monkeypatch)
-    built = build_model(plan.model, folders=[ROOT], dtype="fp32")
+    built = build_model(plan.model, folders=[ROOT], precision="fp32")
     with pytest.raises(BaPipeError, match=r"the plan is for fp64, but 'layer0.0.weight' is float32; convert"):
         Pipeline(lambda: (built.module, built.args, built.kwargs), plan, built.loss)
     half = replace(plan, dtype="bf16")

@@ -198,7 +198,7 @@ def test_what_fits_nowhere_says_what_is_short() -> None:
     nothing = dataclasses.replace(board_type(), board={})
     with pytest.raises(BaPipeError, match="has no DSPs"):
         explore_fpga(CHAIN, chain_of([nothing]))
-    with pytest.raises(BaPipeError, match="works in fp16, got dtype fp32"):
+    with pytest.raises(BaPipeError, match="works in fp16, got fp32"):
         explore_fpga(CHAIN, cluster_of(1), dtype="fp32")
 
 

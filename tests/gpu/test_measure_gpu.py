@@ -128,7 +128,7 @@ def test_a_captured_model_on_the_gpu(tmp_path: Path) -> None:
         "gpt",
         settings=MeasureSettings(microbatches=(4,), folder=tmp_path, seconds=0.02),
         device="cuda",
-        dtype="bf16",
+        precision="bf16",
         args={"blocks": 2, "width": 64, "vocabulary": 256, "sequence": 32},
     )
     assert found.complete

@@ -49,7 +49,7 @@ def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         request.param,
         settings=MeasureSettings(microbatches=(4,), folder=tmp_path_factory.mktemp("cache"), seconds=0.01),
         device="cuda",
-        dtype="fp64",
+        precision="fp64",
         args=MODELS[request.param],
     ).profile
     (table,) = found.accelerators.values()

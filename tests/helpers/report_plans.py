@@ -59,7 +59,7 @@ def explored(shape: str) -> Exploration:
     case = SHAPES[shape]
     cluster = with_link_bandwidth(read_cluster(case.cluster), case.bandwidth)
     types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
-    profile = load_profile(case.model, types=types, dtype=case.dtype, microbatches=[1, 2, 4, 8, 16])
+    profile = load_profile(case.model, types=types, precision=case.dtype, microbatches=[1, 2, 4, 8, 16])
     return explore(profile, cluster, case.request)
 
 

@@ -28,7 +28,7 @@ from bapipe.simulator.simulate import Costs, simulate
 
 def plan_of(**request: object) -> Plan:
     cluster = read_cluster("4xv100")
-    profile = profile_for("gnmt-8", cluster, microbatch=None, dtype="fp32")
+    profile = profile_for("gnmt-8", cluster, microbatch=None, precision="fp32")
     return make_plan(explore(profile, cluster, Request(minibatch=256, microbatch=8, stages=4, **request)))  # type: ignore[arg-type]
 
 
@@ -84,7 +84,7 @@ def test_k_changes_in_flight_micro_batches_memory_and_time() -> None:
 def test_k_holds_where_it_does_not_fit() -> None:
     """What is asked for is not lowered to what fits, as the least K is."""
     cluster = read_cluster("4xv100")
-    profile = profile_for("vgg16", cluster, microbatch=None, dtype="fp32")
+    profile = profile_for("vgg16", cluster, microbatch=None, precision="fp32")
     usual = Request(minibatch=1024, microbatch=32, strategy="uniform", schedule="1f1b")
     assert explore(profile, cluster, usual).best.short is None
     with pytest.raises(InfeasibleError, match=r"the closest, 1f1b with K = 32, 4 stages"):

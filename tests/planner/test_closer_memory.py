@@ -12,7 +12,7 @@ from bapipe.planner.pipelines import FAMILIES, build, optimal, unreplicated_stag
 
 def test_an_optimum_that_is_a_little_short_is_looked_for_again() -> None:
     cluster = read_cluster("8xa100-40")
-    profile = profile_for("llama-7b", cluster, microbatch=None, dtype="fp32")
+    profile = profile_for("llama-7b", cluster, microbatch=None, precision="fp32")
     chain, hardware = make_chain(profile, ("a100-40",), 1), Hardware(cluster=cluster)
     # What balances best by the sums over layers alone, and does not fit.
     first = unreplicated_stages((6, 13, 21, 29, 38, 47, 56, 66), range(8))
@@ -30,7 +30,7 @@ def test_an_optimum_that_is_a_little_short_is_looked_for_again() -> None:
 
 def test_without_a_limit_nothing_is_looked_for_again() -> None:
     cluster = read_cluster("4xv100")
-    profile = profile_for("gnmt-8", cluster, microbatch=None, dtype="fp32")
+    profile = profile_for("gnmt-8", cluster, microbatch=None, precision="fp32")
     chain, hardware = make_chain(profile, ("v100-16",), 16), Hardware(cluster=cluster)
     families = [FAMILIES[name] for name in ("1f1b-so", "gpipe", "zb-h1")]
     found = [optimal(chain, hardware, family, 16, num_stages=4, unlimited=True) for family in families]

@@ -40,7 +40,7 @@ def test_texts_and_numbers_mean_the_same() -> None:
         ({**BASE, "cap": 4, "schedule": "zb-h1"}, "--in-flight belongs to the schedule 1f1b; zb-h1 sets"),
         ({**BASE, "strategy": "best"}, "unknown strategy 'best'"),
         ({**BASE, "space": "papers"}, "unknown space 'papers'; known: full, paper"),
-        ({**BASE, "dtype": "fp31"}, r"unknown dtype 'fp31' \(did you mean"),
+        ({**BASE, "dtype": "fp31"}, r"unknown precision 'fp31' \(did you mean"),
         ({**BASE, "optimizer": "lamb"}, "unknown optimizer 'lamb'"),
         ({**BASE, "link_bandwidth": "fast"}, "link_bandwidth must look like '12 GB/s' or '250 Gb/s', got 'fast'"),
         ({**BASE, "link_bandwidth": "0GB/s"}, "link_bandwidth must be more than 0 and under"),
@@ -70,7 +70,7 @@ QUESTIONS = st.builds(
     strategy=st.sampled_from(["exact", "bapipe"]),
     space=st.just("full"),
     optimizer=st.sampled_from(["sgd", "adam"]),
-    dtype=st.sampled_from([None, "fp16"]),
+    precision=st.sampled_from([None, "fp16"]),
     memory_limit=st.sampled_from([None, "12 GB"]),
     link_bandwidth=st.sampled_from([None, "1.6GB/s"]),
     split_layers=st.booleans(),
@@ -104,7 +104,7 @@ def test_the_command_says_all_of_it(question: Question) -> None:
     said = context.params
     for name in ("model", "cluster", "minibatch", "microbatch", "schedule", "cap", "stages", "strategy", "space"):
         assert said[name] == getattr(question, name)
-    for name in ("optimizer", "dtype", "memory_limit", "link_bandwidth", "split_layers"):
+    for name in ("optimizer", "precision", "memory_limit", "link_bandwidth", "split_layers"):
         assert said[name] == getattr(question, name)
 
 
@@ -128,3 +128,8 @@ def test_anything_is_read_or_refused(values: dict[str, object]) -> None:
         assert parse_question(query_values(question)) == question
     assert complaint.isprintable()
     assert len(complaint) < 600
+
+
+def test_a_link_from_before_names_the_precision_by_its_old_name() -> None:
+    assert parse_question({**BASE, "dtype": "bf16-mixed"}) == parse_question({**BASE, "precision": "bf16-mixed"})
+    assert "--precision bf16-mixed" in command_line(parse_question({**BASE, "dtype": "bf16-mixed"}))

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bapipe.cli.options import renamed
+from bapipe.cli.options import PRECISION_HELP, optimizer_options, read_optimizer, renamed
 from bapipe.cli.progress import progress_bar
 from bapipe.cli.values import Counts
+from bapipe.hardware.precision import DEFAULT_PRECISION
 from bapipe.models.model_spec import parse_arguments
 from bapipe.units import format_seconds
 
@@ -28,7 +29,8 @@ __all__ = ["auto_command", "calibrate_command", "print_race"]
 @click.option(
     "--optimizer", default="adam", show_default=True, help="sgd, momentum, adam, adamw or package.module:Class."
 )
-@click.option("--dtype", default="fp32", show_default=True, help="fp32, tf32, bf16, fp16 or fp64.")
+@optimizer_options
+@renamed("--precision", default=DEFAULT_PRECISION, show_default=True, help=PRECISION_HELP)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: GPUs, where there are any]")
 @click.option(
     "--compile", "compiled", is_flag=True, help="Measure, race and run layers as torch.compile makes them."
@@ -60,6 +62,7 @@ def auto_command(model: str, **options: Any) -> None:
     """
     from bapipe.torch.trials.auto import AutoOptions, auto
 
+    options["optimizer"] = read_optimizer(options)
     steps, check = options.pop("steps"), options.pop("check")
     arguments = parse_arguments(options.pop("arguments"))
     micro_batches = tuple(sorted(set(options.pop("micro_batches") or ())))

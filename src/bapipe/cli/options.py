@@ -7,7 +7,12 @@ from typing import Any
 
 import click
 
-__all__ = ["OLD_NAMES", "RenamedOption", "renamed"]
+from bapipe.costs.optimizers import optimizer_text
+from bapipe.hardware.precision import WORDS
+
+__all__ = ["OLD_NAMES", "PRECISION_HELP", "RenamedOption", "optimizer_options", "read_optimizer", "renamed"]
+
+PRECISION_HELP = ", ".join(WORDS) + "."
 
 OLD_NAMES = {
     "--global-batch": "--minibatch",
@@ -15,6 +20,7 @@ OLD_NAMES = {
     "--micro-batch": "--microbatch",
     "--micro-batches": "--microbatches",
     "--optimizer-step": "--update",
+    "--precision": "--dtype",
 }
 """an option's name -> what it was called before"""
 
@@ -35,3 +41,25 @@ def renamed(name: str, *declarations: str, **attributes: Any) -> Callable[[Any],
     """`click.option` for a name in OLD_NAMES."""
     assert name in OLD_NAMES
     return click.option(name, *declarations, cls=RenamedOption, **attributes)
+
+
+def optimizer_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What a command takes beside its --optimizer."""
+    command = click.option(
+        "--master-weights",
+        is_flag=True,
+        help="With bf16 or fp16: the optimizer keeps fp32 copies of the weights, and its state in fp32.",
+    )(command)
+    return click.option(
+        "--optimizer-arg",
+        "optimizer_arguments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="An option of the optimizer's class, such as fused=true.",
+    )(command)
+
+
+def read_optimizer(options: dict[str, Any]) -> str | None:
+    """The optimizer's text from --optimizer and `optimizer_options`, which are taken out of the options."""
+    arguments, masters = options.pop("optimizer_arguments"), options.pop("master_weights")
+    return optimizer_text(options["optimizer"], arguments, master_weights=masters)

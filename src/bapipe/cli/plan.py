@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import click
 
-from bapipe.cli.options import renamed
+from bapipe.cli.options import PRECISION_HELP, optimizer_options, read_optimizer, renamed
 from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
 from bapipe.costs.optimizers import OPTIMIZERS
@@ -43,11 +43,8 @@ __all__ = ["plan_command"]
     "--optimizer",
     help=f"{', '.join(OPTIMIZERS)}, or one that was profiled.  [default: as profiled, or sgd]",
 )
-@click.option(
-    "--dtype",
-    show_default="fp32; fp16 on FPGAs; a profile's own",
-    help="Of weights and activations, where nothing was measured.",
-)
+@optimizer_options
+@renamed("--precision", show_default="a profile's own, or fp32; fp16 on FPGAs", help=PRECISION_HELP)
 @click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
 @click.option("--layer-error", metavar="SHARE", help="Relative standard error of layers' times, such as 5%: "
@@ -77,20 +74,21 @@ def plan_command(model: str, **options: Any) -> None:
     Examples:
       bapipe plan vgg16 --cluster 4xv100 --global-batch 2048
       bapipe plan gnmt-8 --cluster 4xv100 --link-bandwidth 1.6GB/s --space paper --explain --strategy bapipe
-      bapipe plan bert-large --cluster cluster.toml --optimizer adam --out plan.json
-      bapipe plan resnet50 --cluster 2xvcu129+2xvcu118 --global-batch 128 --dtype fp16
+      bapipe plan bert-large --cluster cluster.toml --optimizer adam --precision bf16-mixed --out plan.json
+      bapipe plan resnet50 --cluster 2xvcu129+2xvcu118 --global-batch 128 --precision fp16
     """
+    options["optimizer"] = read_optimizer(options)
     cluster = cluster_with(
         options["cluster"], memory_limit=options["memory_limit"], link_bandwidth=options["link_bandwidth"]
     )
     if goes_on_fpgas(model, cluster):
         from bapipe.cli.fpga import plan_on_fpgas
 
-        plan_on_fpgas(model, cluster, _request(options), {**options, "dtype": options["dtype"] or FPGA_DTYPE})
+        plan_on_fpgas(model, cluster, _request(options), {**options, "dtype": options["precision"] or FPGA_DTYPE})
         return
     if options["assume"]:
         raise BaPipeError("--assume is for FPGA clusters and models without a profile; leave it out")
-    profile = profile_for(model, cluster, microbatch=options["microbatch"], dtype=options["dtype"])
+    profile = profile_for(model, cluster, microbatch=options["microbatch"], precision=options["precision"])
     request = _request(options)
     if options["compare"]:
         if options["report"]:

@@ -19,6 +19,7 @@ def flat_plan(plan: Plan, *, dataset_size: int | None) -> dict[str, Any]:
         "microbatch_size": plan.microbatch_size,
         "microbatches": plan.microbatches,
         "minibatch": plan.minibatch,
+        "precision": plan.dtype,
         "stages": [dataclasses.asdict(stage) for stage in plan.stages],
         "time": prediction.time,
         "low": prediction.low,

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bapipe.cli.options import renamed
+from bapipe.cli.options import PRECISION_HELP, optimizer_options, read_optimizer, renamed
 from bapipe.cli.progress import progress_bar
 from bapipe.cli.values import Counts, Numbers
 from bapipe.costs.profile import CostTable, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
 from bapipe.errors import BaPipeError
+from bapipe.hardware.precision import DEFAULT_PRECISION
 from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.io.files import dump_json, write_text
 from bapipe.models.model_spec import parse_arguments
@@ -41,7 +42,7 @@ __all__ = [
 @click.argument("model", required=False)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @renamed("--micro-batch", "microbatches", type=Counts(), default="1,2,4,8", show_default=True, help="Sizes.")
-@click.option("--dtype", default="fp32", show_default=True, help="fp32, tf32, bf16, fp16 or fp64.")
+@renamed("--precision", default=DEFAULT_PRECISION, show_default=True, help=PRECISION_HELP)
 @click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="Passed to the model's function.")
 @click.option(
     "-o", "--out", type=click.Path(dir_okay=False), help="Write profile.json (with --links: cluster.toml)."
@@ -50,6 +51,7 @@ __all__ = [
 @click.option(
     "--optimizer", default="sgd", show_default=True, help="sgd, momentum, adam, adamw or package.module:Class."
 )
+@optimizer_options
 @click.option(
     "--iterations", type=int, help="Samples of each time, as the paper's 1000.  [default: until 2 % sure]"
 )
@@ -86,7 +88,7 @@ def profile_command(model: str | None, **options: Any) -> None:
     \b
     Examples:
       bapipe profile vgg16 --device cuda --micro-batch 1,2,4,8,16,32,64 -o profile.json
-      bapipe profile my_package.my_model:build --arg layers=24 --dtype bf16 --device cuda -o profile.json
+      bapipe profile my_package.my_model:build --arg layers=24 --precision bf16-mixed --device cuda -o profile.json
       bapipe profile gnmt-8 --device cuda --slice-of 4 --slice-memory 16GB -o slice.json
       bapipe profile --links --ranks 4 -o cluster.toml
     """
@@ -97,6 +99,7 @@ def profile_command(model: str | None, **options: Any) -> None:
         return
     if model is None:
         raise BaPipeError("name a model to profile, such as vgg16 or package.module:function, or give --links")
+    options["optimizer"] = read_optimizer(options)
     _check_out(options["out"])
     _check_out(options["details"])
     found = _profile(model, options)
@@ -131,7 +134,7 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
             model,
             settings=settings,
             device=options["device"],
-            dtype=options["dtype"],
+            precision=options["precision"],
             args=arguments,
             optimizer=options["optimizer"],
             accelerator=options["accelerator"],
@@ -172,7 +175,7 @@ def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> I
     options["device"] = "cuda"
     sizes = [size for size in options["microbatches"] if size <= 16] or [min(options["microbatches"])]
     try:
-        with loaded(cut, index, model, arguments, dtype=options["dtype"], microbatch=max(sizes)) as load:
+        with loaded(cut, index, model, arguments, precision=options["precision"], microbatch=max(sizes)) as load:
             yield load
     finally:
         if before is None:

@@ -91,7 +91,7 @@ def _profile(plan: Plan, model: str | None) -> Profile | None:
     for sizes in (common, sorted({*common, plan.microbatch_size})):
         try:
             args = plan.model.args if is_builtin(wanted) else None
-            profile = load_profile(wanted, types=types, dtype=plan.dtype, microbatches=sizes, args=args)
+            profile = load_profile(wanted, types=types, precision=plan.dtype, microbatches=sizes, args=args)
         except BaPipeError:
             if model is None:
                 return None

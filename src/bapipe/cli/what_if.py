@@ -10,7 +10,7 @@ import click
 
 from bapipe.analysis.what_if import WhatIf, fpga_answers, gpu_answers, parse_sweep, sweep_cluster
 from bapipe.cli.fpga import read_cnn
-from bapipe.cli.options import renamed
+from bapipe.cli.options import PRECISION_HELP, renamed
 from bapipe.cli.values import plain_number
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
@@ -33,7 +33,7 @@ __all__ = ["what_if_command"]
 @renamed("--global-batch", "minibatch", type=int, help="Samples per optimizer step.  [default: as bapipe plan]")
 @renamed("--micro-batch", "microbatch", type=int, help="Micro-batch size.  [default: the best]")
 @click.option("--schedule", help="Only this schedule.")
-@click.option("--dtype", help="Of weights and activations.  [default: fp32; fp16 on FPGAs]")
+@renamed("--precision", show_default="a profile's own, or fp32; fp16 on FPGAs", help=PRECISION_HELP)
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="An assumption of the FPGA model.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Draw it into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -54,7 +54,7 @@ def what_if_command(model: str, **options: Any) -> None:
         answer = fpga_answers(
             read_cnn(model),
             request,
-            dtype=options["dtype"] or FPGA_DTYPE,
+            dtype=options["precision"] or FPGA_DTYPE,
             parameters=parse_assumptions(options["assume"]),
         )
     else:
@@ -87,4 +87,4 @@ def _values(found: WhatIf) -> dict[str, Any]:
 
 
 def _profile(model: str, cluster: Cluster, options: dict[str, Any]) -> Profile:
-    return profile_for(model, cluster, microbatch=options["microbatch"], dtype=options["dtype"])
+    return profile_for(model, cluster, microbatch=options["microbatch"], precision=options["precision"])

@@ -121,6 +121,10 @@ class CostTable:
         default=None, metadata=_cost("bytes", "most", "whole", 0.0, "later", per="layer")
     )
     """bytes that libraries keep once the layer has run; a stage has the most of its layers', not their sum"""
+    weight_casts: tuple[float, ...] | None = field(
+        default=None, metadata=_cost("bytes", "most", "share", 0.0, "later", per="layer")
+    )
+    """bytes of the copies of its weights that autocast makes and keeps while a global batch runs"""
     part_forward: Rows | None = field(
         default=None, metadata=_cost("seconds", "each", "whole", 0.0, "nearest", ratio="forward")
     )
@@ -174,6 +178,7 @@ class CostArrays:
     backward_workspace: Floats
     weight_workspace: Floats
     library: Floats
+    weight_casts: Floats
     part_forward: Floats
     part_backward: Floats
     part_saved_activations: Floats

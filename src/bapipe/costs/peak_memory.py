@@ -2,7 +2,7 @@
 
 Where a profile tells forwards from backwards, memory is followed from action to action:
 
-    held during an action    = weights, optimizer state and buffers for what is sent
+    held during an action    = weights, their casts, optimizer state and buffers for what is sent
                              + gradients, from the stage's first backward on
                              + saved activations of the in-flight micro-batches, this action's included
                              + messages that come before the action ends, for a later one
@@ -41,7 +41,7 @@ class PeakBytes:
     """What is on a rank when its memory is fullest."""
 
     weights: float
-    """every version that the schedule keeps"""
+    """every version that the schedule keeps, and what autocast casts of them while a global batch runs"""
     gradients: float
     """those that are there"""
     optimizer: float
@@ -88,6 +88,7 @@ def rank_peaks(
         weights, sent = (
             sum(values) for values in zip(*((needed[s].weights, sending[s]) for s in stages), strict=True)
         )
+        casts = sum(needed[stage].casts for stage in stages)
         most = PeakBytes(
             weights=sum(needed[stage].weights * versions[stage] for stage in stages),
             gradients=weights,
@@ -101,11 +102,12 @@ def rank_peaks(
             held = _followed(timeline, own, needed, change, besides, always=not schedule.flushes)
             at = int((held.sum(axis=0) + waiting).argmax())
             inflight, workspace, gradients = held[:, at].tolist()
-            if inflight + workspace + gradients + float(waiting[at]) > most.workspace:
+            if inflight + workspace + gradients + float(waiting[at]) + casts > most.workspace:
                 # A first backward that needs less than the gradients it has yet to make.
                 gradients += weights + min(0.0, workspace)
                 most = replace(
                     most,
+                    weights=most.weights + casts,
                     activations=inflight,
                     gradients=gradients,
                     buffers=sent + float(waiting[at]),
@@ -114,6 +116,7 @@ def rank_peaks(
         else:
             most = replace(
                 most,
+                weights=most.weights + casts,
                 activations=activations[rank],
                 buffers=sent + sum(receiving[stage] for stage in stages),
                 workspace=max((needed[stage].workspace for stage in stages), default=0.0),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bapipe.costs.optimizers import DEFAULT_OPTIMIZER, OptimizerMemory, find_optimizer
+from bapipe.costs.optimizers import DEFAULT_OPTIMIZER, OptimizerMemory, find_optimizer, parse_optimizer
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
+from bapipe.hardware.precision import MASTER_BYTES, find_precision
 
 __all__ = ["PlannedOptimizer", "planned_optimizer"]
 
@@ -31,11 +32,17 @@ def planned_optimizer(profile: Profile, types: Iterable[str], wanted: str | None
     if wanted is None and len(timed) > 1:
         raise BaPipeError(f"the profile was measured with {' and '.join(timed)}; say which with --optimizer")
     name = wanted or (timed[0] if timed else DEFAULT_OPTIMIZER)
+    spec = parse_optimizer(name)
+    size = MASTER_BYTES
+    if spec.master_weights:
+        precision = find_precision(profile.dtype)
+        spec.require_for(precision)
+        size = precision.weight_bytes
     known = [table for table in tables if table.optimizer == name and table.optimizer_state is not None]
     parameters = sum(layer.parameters for layer in profile.layers)
+    each = sum(layer.weight_bytes for layer in profile.layers) / max(1, parameters)
     if len(known) < len(tables) or not parameters:
-        return PlannedOptimizer(name=name, memory=find_optimizer(name))
-    each = sum(layer.weight_bytes for layer in profile.layers) / parameters
+        return PlannedOptimizer(name=name, memory=find_optimizer(name, size))
     memory = OptimizerMemory(
         state=max(table.optimizer_state or 0.0 for table in known) / each,
         workspace=max(table.optimizer_workspace or 0.0 for table in known) / each,

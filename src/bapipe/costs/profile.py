@@ -56,6 +56,7 @@ class Profile:
     schema: str = PROFILE_SCHEMA
     model: ModelRef
     dtype: str
+    """precision, by its word: fp32, tf32, bf16, fp16, bf16-mixed, fp16-mixed"""
     layers: tuple[ProfiledLayer, ...]
     accelerators: dict[str, CostTable] = field(default_factory=dict)
     """by accelerator type"""

@@ -17,8 +17,8 @@ def merge_profiles(profiles: Sequence[Profile], *, replace_older: bool = False) 
     """One profile with the accelerator types of all; a plan may then mix them.
 
     All must be of the same model (fingerprint, where both have one; layer names, parameters and weights) and
-    dtype. Sizes of the same type measured apart are joined if they do not overlap; where they do, `replace_older`
-    lets the later profile's figures win, else that is refused.
+    precision. Sizes of the same type measured apart are joined if they do not overlap; where they do,
+    `replace_older` lets the later profile's figures win, else that is refused.
     """
     if not profiles:
         raise BaPipeError("there is nothing to merge; give at least one profile")
@@ -41,7 +41,7 @@ def _require_same_model(first: Profile, other: Profile) -> None:
     if one is not None and two is not None and one != two:
         raise BaPipeError(f"{names} differ in fingerprint ({one}, {two}): not one model; profile the same code")
     if first.dtype != other.dtype:
-        raise BaPipeError(f"{names} are of {first.dtype} and {other.dtype}; merge profiles of one dtype")
+        raise BaPipeError(f"{names} are of {first.dtype} and {other.dtype}; merge profiles of one precision")
     if first.compiled != other.compiled:
         raise BaPipeError(f"one of {names} was measured compiled, the other was not; profile both alike")
     if len(first.layers) != len(other.layers):

@@ -10,20 +10,19 @@ from bapipe.costs.profile import Profile, read_profile
 from bapipe.costs.roofline import analytic_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import AcceleratorType
+from bapipe.hardware.precision import DEFAULT_PRECISION, find_precision
 from bapipe.models.builtin import Argument, builtin_model
 from bapipe.models.layer_table import read_layer_table
 from bapipe.models.model_spec import parse_model_spec
 
-__all__ = ["DEFAULT_DTYPE", "load_profile"]
-
-DEFAULT_DTYPE = "fp32"
+__all__ = ["load_profile", "of_precision"]
 
 
 def load_profile(
     spec: str,
     *,
     types: Sequence[AcceleratorType],
-    dtype: str | None = None,
+    precision: str | None = None,
     microbatches: Iterable[int],
     args: Mapping[str, Argument] | None = None,
     batch: int | None = None,
@@ -31,13 +30,15 @@ def load_profile(
     """The profile of what `spec` names.
 
     - a built-in name (`args`: its options) or a layer table (`*.toml`): computed for `types` at `microbatches`, in
-      `dtype` (None: fp32);
-    - profile.json: as it is, whatever `types` and `microbatches`; a `dtype` that differs from its own is refused;
+      that `precision` (None: fp32);
+    - profile.json: as it is, whatever `types` and `microbatches`; another `precision` than its own is refused;
     - `*.graph.txt`: PipeDream's, measured at `batch` (None: 128) and scaled to `microbatches` where they differ;
     - package.module:function: refused here, as it must be profiled first.
     """
     found = parse_model_spec(spec)
     text, options = found.text, dict(args or {})
+    if precision is not None:
+        find_precision(precision)
     if found.kind != "builtin" and options:
         raise BaPipeError(
             f"options such as {next(iter(options))} are for built-in models, got '{text[:60]}'; remove them"
@@ -45,12 +46,12 @@ def load_profile(
     if found.kind != "graph" and batch is not None:
         raise BaPipeError(f"a batch is given for *.graph.txt only, got '{text[:60]}'; leave it out")
     if found.kind == "profile":
-        return _of_dtype(read_profile(text), dtype)
+        return of_precision(read_profile(text), precision)
     if found.kind == "layer table":
         model = read_layer_table(text)
-        return analytic_profile(model, types, dtype=dtype or DEFAULT_DTYPE, microbatches=microbatches)
+        return analytic_profile(model, types, precision=precision or DEFAULT_PRECISION, microbatches=microbatches)
     if found.kind == "graph":
-        profile = _of_dtype(read_pipedream_graph(text, batch=batch), dtype)
+        profile = of_precision(read_pipedream_graph(text, batch=batch), precision)
         sizes = tuple(sorted(set(microbatches)))
         measured = all(table.microbatches == sizes for table in profile.accelerators.values())
         return profile if measured else scaled_profile(profile, sizes)
@@ -60,15 +61,16 @@ def load_profile(
             "and give the profile.json that it writes"
         )
     profile = analytic_profile(
-        builtin_model(text, **options), types, dtype=dtype or DEFAULT_DTYPE, microbatches=microbatches
+        builtin_model(text, **options), types, precision=precision or DEFAULT_PRECISION, microbatches=microbatches
     )
     return replace(profile, model=replace(profile.model, args=options))
 
 
-def _of_dtype(profile: Profile, dtype: str | None) -> Profile:
-    if dtype is not None and dtype != profile.dtype:
+def of_precision(profile: Profile, precision: str | None) -> Profile:
+    """The profile, if it is of that precision or none is asked for."""
+    if precision is not None and find_precision(precision).word != profile.dtype:
         raise BaPipeError(
-            f"the profile of {profile.model.name} is of {profile.dtype}, asked for {dtype}; profile the model in "
-            f"{dtype} or leave the dtype out"
+            f"the profile of {profile.model.name} is of {profile.dtype}, asked for {precision}; profile the model "
+            f"with --precision {precision}, or leave --precision out"
         )
     return profile

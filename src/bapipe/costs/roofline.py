@@ -10,8 +10,10 @@ assumptions of `Efficiency` (c compute, m memory, h half_seconds, λ launch):
 - forward: flops of the table, parameters read `weight_reads` times;
 - input gradient: the forward's flops, twice those that multiply no parameters (attention's two products); none
   through the parameters of the first layer, whose input needs no gradient; elementwise bytes · 1.5;
-- weight gradient: the flops that multiply parameters, their gradient written once; nothing without parameters;
-- update: Adam: parameter, gradient and two moments read, three written, in fp32.
+- weight gradient: the flops that multiply parameters, their gradient written once; nothing without parameters; in
+  mixed precision it is read again and added to the fp32 gradient;
+- update: Adam: parameter, gradient and two moments read, three written, in fp32; in mixed precision the parameters
+  are read and their copies of 16 bits written once for the next global batch.
 
 Good for comparing plans before anything runs; absolute times may be off by tens of per cent, at times by a factor
 of 2. It knows no cache, no faster algorithm (Winograd exceeds this roofline for 3 × 3 convolutions) and no on-chip
@@ -24,22 +26,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bapipe.costs.profile import CostTable, Profile, ProfiledLayer
-from bapipe.errors import BaPipeError, nearest
-from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
+from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import AcceleratorType
+from bapipe.hardware.precision import MASTER_BYTES, Precision, find_precision
 from bapipe.models.layers import Layer, Model, ModelRef
 from bapipe.units import format_bandwidth, format_seconds
 
-__all__ = ["DEFAULT_COMPUTE", "ELEMENTWISE_BACKWARD", "OPTIMIZER_PASSES", "analytic_profile", "dtype_bytes"]
+__all__ = ["DEFAULT_COMPUTE", "ELEMENTWISE_BACKWARD", "OPTIMIZER_PASSES", "analytic_profile"]
 
 DEFAULT_COMPUTE = 0.5
-"""share of the peak where `Efficiency.compute` does not list the dtype"""
+"""share of the peak where `Efficiency.compute` does not list it"""
 ELEMENTWISE_BACKWARD = 1.5
 """elementwise bytes of the backward over the forward's: the error and a kept value read and one written, for one
 read and one written"""
 OPTIMIZER_PASSES = 7
 """fp32 values that Adam moves per parameter"""
-_MASTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,9 @@ class _Work:
     """activations moved by matrix products"""
     elementwise_bytes: float
     weight_bytes: float
+    """of the weights as products read them"""
+    summed_bytes: float
+    """moved to add the weight gradient to one of another dtype"""
     weight_reads: float
     kernels: int
     first: bool
@@ -59,7 +63,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Roofline:
-    """An accelerator at one dtype."""
+    """An accelerator in one precision."""
 
     peak: float
     compute: float
@@ -100,35 +104,23 @@ class _Roofline:
         return self.seconds(
             flops=work.weight_flops,
             product_bytes=work.product_bytes + work.weight_bytes,
-            elementwise_bytes=0.0,
+            elementwise_bytes=work.summed_bytes,
             kernels=work.kernels,
         )
 
 
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one value; errors name what there is."""
-    if dtype not in DTYPE_BYTES:
-        raise BaPipeError(
-            f"unknown dtype '{dtype[:60]}'{nearest(dtype, DTYPE_BYTES)}; choose one of {', '.join(DTYPE_BYTES)}"
-        )
-    return DTYPE_BYTES[dtype]
-
-
-def _roofline(kind: AcceleratorType, dtype: str) -> _Roofline:
-    if dtype not in kind.flops:
-        raise BaPipeError(
-            f"accelerator '{kind.name}' has no peak for {dtype}; it has {', '.join(kind.flops)}: choose among them"
-        )
+def _roofline(kind: AcceleratorType, precision: Precision) -> _Roofline:
     return _Roofline(
-        peak=kind.flops[dtype],
-        compute=kind.efficiency.compute.get(dtype, DEFAULT_COMPUTE),
+        peak=precision.peak(kind),
+        compute=kind.efficiency.compute.get(precision.compute, DEFAULT_COMPUTE),
         bandwidth=kind.memory_bandwidth * kind.efficiency.memory,
         half_seconds=kind.efficiency.half_seconds,
         launch=kind.efficiency.launch,
     )
 
 
-def _work(layer: Layer, inputs: float, *, microbatch: int, size: int, first: bool) -> _Work:
+def _work(layer: Layer, inputs: float, *, microbatch: int, precision: Precision, first: bool) -> _Work:
+    size = precision.activation_bytes
     moved = layer.moved_elements
     if moved is None:
         moved = inputs + layer.output_elements + layer.saved_elements
@@ -142,6 +134,7 @@ def _work(layer: Layer, inputs: float, *, microbatch: int, size: int, first: boo
         product_bytes=(moved - elementwise) * microbatch * size,
         elementwise_bytes=elementwise * microbatch * size,
         weight_bytes=float(layer.parameters * size),
+        summed_bytes=float(layer.parameters * (size + 2 * precision.weight_bytes)) if precision.autocast else 0.0,
         weight_reads=layer.weight_reads,
         kernels=layer.kernels,
         first=first,
@@ -155,9 +148,9 @@ def _sizes(microbatches: Iterable[int]) -> tuple[int, ...]:
     return sizes
 
 
-def _description(kind: AcceleratorType, roofline: _Roofline, dtype: str) -> str:
+def _description(kind: AcceleratorType, roofline: _Roofline, precision: Precision) -> str:
     return (
-        f"roofline of {kind.name}: {roofline.peak / 1e12:g} TFLOP/s {dtype} · {roofline.compute:g} "
+        f"roofline of {kind.name}: {roofline.peak / 1e12:g} TFLOP/s {precision.compute} · {roofline.compute:g} "
         f"(half at kernels of {roofline.peak * roofline.half_seconds / 1e9:.3g} GFLOP), "
         f"memory {format_bandwidth(roofline.bandwidth)} effective, {format_seconds(roofline.launch)} a layer and "
         f"pass, {ELEMENTWISE_BACKWARD:g} times the elementwise bytes in backward, {OPTIMIZER_PASSES} fp32 values "
@@ -165,14 +158,17 @@ def _description(kind: AcceleratorType, roofline: _Roofline, dtype: str) -> str:
     )
 
 
-def _table(model: Model, kind: AcceleratorType, *, dtype: str, sizes: tuple[int, ...]) -> CostTable:
-    roofline = _roofline(kind, dtype)
-    size = dtype_bytes(dtype)
+def _table(model: Model, kind: AcceleratorType, *, precision: Precision, sizes: tuple[int, ...]) -> CostTable:
+    roofline = _roofline(kind, precision)
+    size = precision.activation_bytes
+    stepped = OPTIMIZER_PASSES * MASTER_BYTES
+    if precision.autocast is not None:
+        stepped += precision.weight_bytes + precision.cast_bytes
     inputs = [model.input_elements, *(layer.output_elements for layer in model.layers[:-1])]
     forward, backward, weight, out, back, saved_activations, workspace = [], [], [], [], [], [], []
     for b in sizes:
         works = [
-            _work(layer, arriving, microbatch=b, size=size, first=index == 0)
+            _work(layer, arriving, microbatch=b, precision=precision, first=index == 0)
             for index, (layer, arriving) in enumerate(zip(model.layers, inputs, strict=True))
         ]
         weight_row = tuple(map(roofline.weight_gradient, works))
@@ -193,7 +189,7 @@ def _table(model: Model, kind: AcceleratorType, *, dtype: str, sizes: tuple[int,
         workspace.append(max((layer.saved_elements + layer.output_elements) * scale for layer in model.layers))
     return CostTable(
         source="analytic",
-        description=_description(kind, roofline, dtype),
+        description=_description(kind, roofline, precision),
         microbatches=sizes,
         forward=tuple(forward),
         backward=tuple(backward),
@@ -201,20 +197,31 @@ def _table(model: Model, kind: AcceleratorType, *, dtype: str, sizes: tuple[int,
         boundary_backward=tuple(back),
         saved_activations=tuple(saved_activations),
         update=tuple(
-            0.0
-            if layer.shares_weights_with
-            else OPTIMIZER_PASSES * _MASTER_BYTES * layer.parameters / roofline.bandwidth
+            0.0 if layer.shares_weights_with else stepped * layer.parameters / roofline.bandwidth
             for layer in model.layers
         ),
+        weight_casts=_casts(model, precision),
         weight_gradient=tuple(weight),
         workspace=tuple(workspace),
     )
 
 
+def _casts(model: Model, precision: Precision) -> tuple[float, ...] | None:
+    """Bytes of each layer's copies of its weights in mixed precision; None without it."""
+    if precision.autocast is None:
+        return None
+    return tuple(
+        0.0 if layer.shares_weights_with else float(layer.parameters * precision.cast_bytes)
+        for layer in model.layers
+    )
+
+
 def analytic_profile(
-    model: Model, types: Sequence[AcceleratorType], *, dtype: str, microbatches: Iterable[int]
+    model: Model, types: Sequence[AcceleratorType], *, precision: str, microbatches: Iterable[int]
 ) -> Profile:
-    """Costs of every layer on each type at each micro-batch size, all of one dtype (weights and activations).
+    """Costs of every layer on each type at each micro-batch size, all in one precision, by its word.
+
+    Inputs of the model have the dtype of its weights.
 
     The workspace is an upper estimate: the gradients of all that the largest layer keeps, and of its output.
     """
@@ -222,21 +229,21 @@ def analytic_profile(
         raise BaPipeError(f"model '{model.name[:60]}' has no layers; add some")
     if not types:
         raise BaPipeError("an analytic profile needs at least one accelerator type, got none; name one")
-    size = dtype_bytes(dtype)
+    found = find_precision(precision)
     sizes = _sizes(microbatches)
     return Profile(
         model=ModelRef(name=model.name),
-        dtype=dtype,
+        dtype=precision,
         layers=tuple(
             ProfiledLayer(
                 name=layer.name,
                 parameters=layer.parameters,
-                weight_bytes=float(layer.parameters * size),
+                weight_bytes=float(layer.parameters * found.weight_bytes),
                 split=layer.split,
                 shares_weights_with=layer.shares_weights_with,
             )
             for layer in model.layers
         ),
-        accelerators={kind.name: _table(model, kind, dtype=dtype, sizes=sizes) for kind in types},
-        input_bytes=float(model.input_elements * size),
+        accelerators={kind.name: _table(model, kind, precision=found, sizes=sizes) for kind in types},
+        input_bytes=float(model.input_elements * found.weight_bytes),
     )

@@ -45,6 +45,9 @@ class HeldBytes(Generic[Amount]):
 
     weights: Amount
     """all of a layer of which it has some time steps"""
+    casts: Amount
+    """copies of its weights in another dtype, which autocast keeps from the first forward of a global batch to the
+    last backward"""
     saved_activations: Amount
     """per in-flight micro-batch: what its backward keeps, what it received for a split layer, and what it sent"""
     delayed: Amount
@@ -66,7 +69,7 @@ class HeldBytes(Generic[Amount]):
 
         A stage that recomputes has the activations of the one at work besides.
         """
-        always = copies * self.weights + self.buffers + self.workspace
+        always = copies * self.weights + self.casts + self.buffers + self.workspace
         return always + self.saved_activations if recompute else always
 
     def held(self, copies: float, inflight: int, waiting: int = 0, *, recompute: bool = False) -> Amount:
@@ -108,6 +111,7 @@ class UnitBytes:
     """
 
     weights: Floats
+    casts: Floats
     saved_activations: Floats
     delayed: Floats
     inputs: Floats
@@ -120,6 +124,7 @@ class UnitBytes:
         """Of all units of the chain."""
         return cls(
             weights=chain.weight_bytes,
+            casts=chain.weight_casts,
             saved_activations=chain.saved_activations,
             delayed=chain.delayed,
             inputs=chain.input_bytes,
@@ -138,11 +143,15 @@ class UnitBytes:
             return inflight
         return inflight + math.ceil(waiting * float(self.delayed.sum()) / whole)
 
+    def always(self, copies: float) -> Floats:
+        """Of each unit, `copies` of its weights (weights, gradients and optimizer state), and their casts."""
+        return copies * self.weights + self.casts
+
     def held(self, first: int, last: int, copies: float, inflight: int) -> float:
         """Of the units `first` to `last`, without messages."""
         own = slice(first, last + 1)
         return (
-            copies * float(self.weights[own].sum())
+            float(self.always(copies)[own].sum())
             + inflight * float(self.saved_activations[own].sum())
             + self.workspace
         )
@@ -158,6 +167,7 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
     ahead, back = chain.boundary_forward, chain.boundary_backward
     return StageBytes(
         weights=float(held.weights[-1]),
+        casts=float(held.casts[-1]),
         saved_activations=float(held.saved_activations[-1]),
         delayed=float(held.delayed[-1]),
         kept=float(chain.input_bytes[first]),
@@ -179,7 +189,7 @@ def stages_bytes(chain: Chain, spans: Sequence[tuple[int, int]], schedule: Sched
 
 def stage_weights(chain: Chain, first: int, last: int) -> float:
     """Of the units `first` to `last`, included: one copy."""
-    return float(_weights(chain, UnitBytes.of(chain), first, last)[-1])
+    return float(_weights(chain, chain.weight_bytes, first, last)[-1])
 
 
 def every_run_bytes(chain: Chain) -> HeldBytes[Floats]:
@@ -187,7 +197,7 @@ def every_run_bytes(chain: Chain) -> HeldBytes[Floats]:
     units = len(chain)
     found = {
         name: np.zeros((units, units))
-        for name in ("weights", "saved_activations", "delayed", "buffers", "workspace")
+        for name in ("weights", "casts", "saved_activations", "delayed", "buffers", "workspace")
     }
     for first in range(units):
         own, _ = _by_last(chain, first, units - 1)
@@ -218,7 +228,8 @@ def _by_last(
         saved_activations -= chain.saved_before[first]
     spaces = _workspaces(chain, units, first, end, ("unit_workspace", *phases))
     held = HeldBytes(
-        weights=_weights(chain, units, first, end),
+        weights=_weights(chain, units.weights, first, end),
+        casts=_weights(chain, units.casts, first, end),
         saved_activations=saved_activations,
         delayed=_delayed(chain, units, first, end) if first else saved + returned,
         kept=np.full(1, units.inputs[first]),
@@ -228,11 +239,14 @@ def _by_last(
     return held, spaces
 
 
-def _weights(chain: Chain, units: UnitBytes, first: int, end: int) -> Floats:
+def _weights(chain: Chain, each: Floats, first: int, end: int) -> Floats:
+    """Bytes that go with the weights, by last unit: `each` unit's, and the rest of a layer of which every part
+    holds all weights."""
     before, after = missing_shares(chain)
-    shared, own = chain.shared_weight_bytes, slice(first, end + 1)
+    own, weights = slice(first, end + 1), chain.weight_bytes
+    shared = chain.shared_weight_bytes * np.divide(each, weights, out=np.zeros_like(each), where=weights > 0)
     more = before[first] * shared[first] + after[own] * shared[own]
-    return np.asarray(np.cumsum(units.weights[own]) + more, dtype=np.float64)
+    return np.asarray(np.cumsum(each[own]) + more, dtype=np.float64)
 
 
 def _passed_on(chain: Chain, first: int, end: int) -> Floats:

@@ -53,7 +53,7 @@ def make_board(kind: AcceleratorType, *, dtype: str) -> Board:
         raise BaPipeError(f"board '{kind.name}' has no DSPs to multiply with; give board.dsp in its type")
     if dtype not in kind.flops:
         known = ", ".join(kind.flops)
-        raise BaPipeError(f"board '{kind.name}' works in {known}, got dtype {dtype}; give --dtype {known}")
+        raise BaPipeError(f"board '{kind.name}' works in {known}, got {dtype}; give --precision {known}")
     clock = figures["clock"]
     return Board(
         type=kind.name,

@@ -16,7 +16,7 @@ from bapipe.units import parse_bandwidth, parse_bytes
 __all__ = ["FPGA_DTYPE", "cluster_with", "goes_on_fpgas", "layers_for_fpgas", "profile_for"]
 
 FPGA_DTYPE = "fp16"
-"""where no dtype is given: the paper's precision"""
+"""where no precision is given: the paper's"""
 
 
 def cluster_with(
@@ -54,11 +54,11 @@ def layers_for_fpgas(model: str) -> Model:
     return builtin_model(found.text, **conv)
 
 
-def profile_for(model: str, cluster: Cluster, *, microbatch: int | None, dtype: str | None) -> Profile:
+def profile_for(model: str, cluster: Cluster, *, microbatch: int | None, precision: str | None) -> Profile:
     """The profile of what `model` names on this cluster: where it is computed, at powers of two up to 128.
 
-    A forced micro-batch is among the sizes. `dtype` is as in `bapipe.costs.resolve_model.load_profile`.
+    A forced micro-batch is among the sizes. `precision` is as in `bapipe.costs.resolve_model.load_profile`.
     """
     sizes = {2**exponent for exponent in range(8)} | ({microbatch} if microbatch and microbatch > 0 else set())
     types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
-    return load_profile(model, types=types, dtype=dtype, microbatches=sorted(sizes))
+    return load_profile(model, types=types, precision=precision, microbatches=sorted(sizes))

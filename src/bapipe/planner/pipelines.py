@@ -150,7 +150,7 @@ def optimal(
         send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
         send_backward=chain.boundary_backward[:-1] / link.bandwidth + link.latency,
         duplex_half=link.duplex == "half",
-        weights_bytes=units.weights * hardware.static_copies(),
+        weights_bytes=units.always(hardware.static_copies()),
         saved_bytes=units.saved_activations,
         input_bytes=units.inputs,
         gradient_bytes=units.weights,

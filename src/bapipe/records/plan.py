@@ -8,6 +8,7 @@ from typing import Literal
 
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.precision import Precision, find_precision
 from bapipe.io.files import dump_json, read_versioned, write_text
 from bapipe.models.layers import ModelRef
 from bapipe.records.fpga_deployment import Deployment
@@ -43,7 +44,7 @@ class MemoryParts:
     """What fills a stage's fullest accelerator when it is fullest, all stages on it together; `memory_bytes`."""
 
     weights: float
-    """every version that the schedule keeps"""
+    """every version that the schedule keeps, and what autocast casts of them while a global batch runs"""
     gradients: float
     """those that are there"""
     optimizer: float
@@ -151,7 +152,9 @@ class Plan:
     profile_hash: str
     cluster: Cluster
     dtype: str
+    """precision, by its word: fp32, tf32, bf16, fp16, bf16-mixed, fp16-mixed"""
     optimizer: str
+    """name or class, and its options"""
     strategy: str
     microbatch_size: int
     microbatches: int
@@ -178,6 +181,11 @@ class Plan:
             raise BaPipeError(
                 f"the plan has {len(self.stages)} stages but its schedule {self.schedule.stages}; plan again"
             )
+
+    @property
+    def precision(self) -> Precision:
+        """What the word of `dtype` means."""
+        return find_precision(self.dtype)
 
     @property
     def ranks(self) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def parameters(layers: int) -> int:
 def _chain(layers: int, *, own_workspace: bool = True) -> Chain:
     """The layers at a micro-batch of 32, each with the workspace of its own gradients or all with the largest."""
     model = _model(layers)
-    profile = analytic_profile(model, [read_cluster("v100").types[_TYPE]], dtype="fp32", microbatches=[SIZE])
+    profile = analytic_profile(model, [read_cluster("v100").types[_TYPE]], precision="fp32", microbatches=[SIZE])
     table = profile.accelerators[_TYPE]
     own = tuple((layer.saved_elements + layer.output_elements) * SIZE * _BYTES for layer in model.layers)
     if own_workspace:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from bapipe.costs.optimizers import OPTIMIZERS
 from bapipe.errors import BaPipeError
 from bapipe.hardware.catalog import catalog_aliases, load_catalog
-from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
+from bapipe.hardware.precision import PRECISIONS
 from bapipe.models.builtin import BUILTIN_NAMES
 from bapipe.planner import STRATEGIES
 from bapipe.planner.request import SCHEDULE_NAMES
@@ -149,7 +149,7 @@ async def _choices(request: Request) -> Response:
             "schedules": list(SCHEDULE_NAMES),
             "strategies": list(STRATEGIES),
             "optimizers": list(OPTIMIZERS),
-            "dtypes": list(DTYPE_BYTES),
+            "precisions": list(PRECISIONS),
             "most_accelerators": MOST_ACCELERATORS,
             "largest_minibatch": LARGEST_MINIBATCH,
         }

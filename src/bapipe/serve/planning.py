@@ -48,7 +48,7 @@ def plan_question(question: Question) -> PlannedAnswer:
     """Plan it. The files that it names are read from the current folder."""
     cluster = _cluster(question)
     if goes_on_fpgas(question.model, cluster):
-        dtype = question.dtype or FPGA_DTYPE
+        dtype = question.precision or FPGA_DTYPE
         found = explore_fpga(layers_for_fpgas(question.model), cluster, question.request, dtype=dtype)
         return PlannedAnswer(plan=make_fpga_plan(found), steps=found.steps)
     best = explore(_profile(question, cluster), cluster, question.request)
@@ -96,7 +96,7 @@ def _cluster(question: Question) -> Cluster:
 
 
 def _profile(question: Question, cluster: Cluster) -> Profile:
-    return profile_for(question.model, cluster, microbatch=question.microbatch, dtype=question.dtype)
+    return profile_for(question.model, cluster, microbatch=question.microbatch, precision=question.precision)
 
 
 def answer_parts(question: Question, *, draft: bool = False) -> dict[str, str]:

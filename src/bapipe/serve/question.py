@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from bapipe.costs.optimizers import find_optimizer
 from bapipe.errors import BaPipeError, nearest
-from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
+from bapipe.hardware.precision import find_precision
 from bapipe.io.files import content_hash
 from bapipe.planner import Request
 from bapipe.units import parse_bandwidth, parse_bytes
@@ -37,6 +37,8 @@ _COUNTS = {
     "cap": LARGEST_MINIBATCH,
     "stages": MOST_ACCELERATORS,
 }
+_OLD_KNOBS = {"dtype": "precision"}
+"""what a knob was called before -> its name; links that were shared keep working"""
 _TRUE, _FALSE = ("1", "true"), ("", "0", "false")
 
 
@@ -57,7 +59,7 @@ class Question:
     strategy: str = "exact"
     space: str = "full"
     optimizer: str = "sgd"
-    dtype: str | None = None
+    precision: str | None = None
     memory_limit: str | None = None
     """as it was written, such as 12GB"""
     link_bandwidth: str | None = None
@@ -85,7 +87,8 @@ def parse_question(values: Mapping[str, object]) -> Question:
     """
     known = [field.name for field in fields(Question)]
     found: dict[str, Any] = {}
-    for name, value in values.items():
+    for given, value in values.items():
+        name = _OLD_KNOBS.get(str(given), given)
         if name not in known:
             raise BaPipeError(
                 f"unknown knob '{_shown(str(name))}'{nearest(str(name), known)}; known: {', '.join(known)}"
@@ -147,11 +150,8 @@ def _check(question: Question) -> None:
     find_optimizer(question.optimizer)
     if question.space not in ("full", "paper"):
         raise BaPipeError(f"unknown space '{question.space[:40]}'; known: full, paper")
-    if question.dtype is not None and question.dtype not in DTYPE_BYTES:
-        raise BaPipeError(
-            f"unknown dtype '{question.dtype[:40]}'{nearest(question.dtype, DTYPE_BYTES)}; "
-            f"known: {', '.join(DTYPE_BYTES)}"
-        )
+    if question.precision is not None:
+        find_precision(question.precision)
     for name, parse in (("memory_limit", parse_bytes), ("link_bandwidth", parse_bandwidth)):
         text = cast(str | None, getattr(question, name))
         if text is not None and not 0 < parse(text, what=name) < 1e18:
@@ -187,7 +187,7 @@ def command_line(question: Question) -> str:
         "--strategy": None if question.strategy == "exact" else question.strategy,
         "--space": None if question.space == "full" else question.space,
         "--optimizer": question.optimizer,
-        "--dtype": question.dtype,
+        "--precision": question.precision,
         "--memory-limit": question.memory_limit,
         "--link-bandwidth": question.link_bandwidth,
     }

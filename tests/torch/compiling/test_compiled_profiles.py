@@ -65,7 +65,7 @@ def test_a_compiled_profile_says_so_and_gives_compiled_plans(
     assert other.delayed is not None
     assert all(held > 0 for held in other.delayed[0])
     # The compiled backward computes again what is cheap.
-    assert sum(other.stash[0]) <= sum(own.stash[0])
+    assert sum(other.saved_activations[0]) <= sum(own.saved_activations[0])
     with pytest.raises(BaPipeError, match="one of pair and pair was measured compiled"):
         merge_profiles([captured, compiled])
     write_profile(compiled, tmp_path / "profile.json")

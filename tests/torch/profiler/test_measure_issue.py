@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from bapipe.hardware.precision import find_precision
 from bapipe.models.layers import ModelRef
 from bapipe.torch.profiler.assemble_profile import agreement, to_profile
 from bapipe.torch.profiler.launch_overhead import StepIssue, empty_issue
@@ -97,7 +98,7 @@ def measured(
 def test_the_step_that_is_timed_computes_the_model_s_gradients() -> None:
     torch.manual_seed(0)
     module, args, kwargs = residual()
-    chain = chain_of(module, args, kwargs, device=CPU, dtype=torch.float32)
+    chain = chain_of(module, args, kwargs, device=CPU, precision=find_precision("fp32"))
     pieces = [chain.piece(index, index) for index in range(len(chain.layers))]
     assert len(pieces) >= 3
     leaves, call = chain.inputs(3)

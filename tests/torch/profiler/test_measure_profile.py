@@ -84,7 +84,7 @@ def test_a_captured_model_with_skip_and_tied_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "bytes_"), [("fp64", 8), ("bf16", 2)])
 def test_dtypes_change_the_bytes(tmp_path: Path, dtype: str, bytes_: int) -> None:
-    found = quick(tmp_path, "sequential", 1, dtype=dtype)
+    found = quick(tmp_path, "sequential", 1, precision=dtype)
     assert found.profile.dtype == dtype
     assert found.profile.layers[1].weight_bytes == 1056 * bytes_
     assert found.profile.accelerators["cpu-core"].boundary_forward[0][0] == 32 * bytes_
@@ -202,7 +202,7 @@ def test_a_type_of_ones_own(tmp_path: Path) -> None:
     [
         ({"device": "cuda:9"}, "there is no (CUDA )?device"),
         ({"device": "tpu"}, "a device is cpu, cuda or cuda:N, got 'tpu'"),
-        ({"dtype": "fp31"}, r"unknown dtype 'fp31' \(did you mean 'fp32'\?\); use one of fp32"),
+        ({"precision": "fp31"}, r"unknown precision 'fp31' \(did you mean 'fp32'\?\); use one of fp32"),
         ({"optimizer": "magic"}, "unknown optimizer 'magic'; known: sgd"),
         ({"threads": 0}, "at least 1 thread, got 0"),
     ],

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="measuring is torch's: pip install b
 
 from torch import nn  # noqa: E402
 
+from bapipe.hardware.precision import find_precision  # noqa: E402
 from bapipe.models.layers import ModelRef  # noqa: E402
 from bapipe.torch.capturing import capture  # noqa: E402
 from bapipe.torch.capturing.layer_signature import layer_signatures  # noqa: E402
@@ -100,13 +101,13 @@ def test_signatures_do_not_depend_on_names_or_values_but_on_shapes_and_operation
 
 def expanded(chain: LayerSequence, row: tuple[float, ...]) -> tuple[float, ...]:
     assert chain.repeats is not None
-    return tuple(row[index] for index in chain.repeats.weighed_as)
+    return tuple(row[index] for index in chain.repeats.weighed_as if row)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_bytes_of_the_short_chain_are_those_of_the_model(tied: bool) -> None:
     module, args, kwargs = small_gpt(6, tied=tied)
-    short = chain_of(module, args, kwargs, device=CPU, dtype=torch.float32)
+    short = chain_of(module, args, kwargs, device=CPU, precision=find_precision("fp32"))
     full = CapturedLayers(capture(module, args, kwargs), device=CPU, dtype=torch.float32)
     assert len(short.layers) == 8 < len(full.layers) == 14
     mine = weigh(short, [short.piece(index, index) for index in range(len(short.layers))], 3)
@@ -119,7 +120,7 @@ def test_bytes_of_the_short_chain_are_those_of_the_model(tied: bool) -> None:
 def test_a_piece_over_a_gap_runs_what_stands_on_both_sides() -> None:
     """The short chain has the output of the model with so many blocks as it kept."""
     module, args, kwargs = small_gpt(5)
-    short = chain_of(module, args, kwargs, device=CPU, dtype=torch.float32)
+    short = chain_of(module, args, kwargs, device=CPU, precision=find_precision("fp32"))
     few, _, _ = small_gpt(3)
     state = module.state_dict()
     few.load_state_dict({name: state[name.replace("blocks.2.", "blocks.4.")] for name in few.state_dict()})

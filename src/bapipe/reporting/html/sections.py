@@ -345,7 +345,7 @@ def _about(plan: Plan) -> str:
         ("cluster", f"{plan.cluster.name}: {cluster}"),
         ("schedule", plan.schedule.name),
         ("global batch", f"{plan.minibatch} samples: {plan.microbatches} micro-batches of {plan.microbatch_size}"),
-        ("dtype", plan.dtype),
+        ("precision", plan.dtype),
         ("optimizer", plan.optimizer),
         ("strategy", plan.strategy),
         ("profile", f"{plan.profile_hash}, {plan.prediction.source}"),

@@ -104,7 +104,8 @@ def _inferred(plan: Plan, own: tuple[int, ...]) -> MemoryParts:
     versions = plan.schedule.to_schedule().weight_versions or (1,) * len(plan.stages)
     weights = sum(stage.weight_bytes for stage in stages)
     held = sum(plan.stages[number].weight_bytes * versions[number] for number in own)
-    peak, state = max(stage.memory_bytes for stage in stages), find_optimizer(plan.optimizer).state * weights
+    memory = find_optimizer(plan.optimizer, plan.precision.weight_bytes)
+    peak, state = max(stage.memory_bytes for stage in stages), memory.state * weights
     rest = peak - held - weights - state
     if rest < 0:
         return MemoryParts(weights=0.0, gradients=0.0, optimizer=0.0, activations=0.0, buffers=peak, workspace=0.0)

@@ -3,7 +3,7 @@
 "use strict";
 const app = (() => {
   const find = (id) => document.getElementById(id);
-  const PLAIN = ["dtype", "optimizer", "link_bandwidth", "memory_limit", "minibatch", "microbatch", "schedule", "cap", "stages", "strategy", "space"];
+  const PLAIN = ["precision", "optimizer", "link_bandwidth", "memory_limit", "minibatch", "microbatch", "schedule", "cap", "stages", "strategy", "space"];
   const USUAL = { optimizer: "sgd", strategy: "exact", space: "full" };
   const START = { model: "vgg16", cluster: "4xv100-16" };
   const SEVERAL = "+";
@@ -32,7 +32,7 @@ const app = (() => {
     }
     options(find("kind"), same(choices.own_clusters), "own cluster files");
     options(find("kind"), [[SEVERAL, "several types…"]], "mixed");
-    options(find("dtype"), [["", "the default"], ...same(choices.dtypes)]);
+    options(find("precision"), [["", "the default"], ...same(choices.precisions)]);
     options(find("optimizer"), same(choices.optimizers));
     options(find("schedule"), [["", "the best"], ...same(choices.schedules)]);
     options(find("strategy"), same(choices.strategies));

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError, nearest
 from bapipe.models.layers import ModelRef
 from bapipe.torch.capturing.torch_internals import flatten, unflatten
-from bapipe.torch.device.dtypes import find_dtype
+from bapipe.torch.device.dtypes import weights_dtype
 from bapipe.torch.inputs.batch_call import as_call
 
 __all__ = ["BuiltModel", "Loss", "build_model", "module_and_example"]
@@ -64,14 +64,14 @@ class BuiltModel:
 
 
 def build_model(
-    model: ModelRef, *, folders: Sequence[str | Path] = (), seed: int = 0, dtype: str | None = None
+    model: ModelRef, *, folders: Sequence[str | Path] = (), seed: int = 0, precision: str | None = None
 ) -> BuiltModel:
     """Import `package.module:function`, call it with the reference's arguments, check what comes back.
 
     The function returns a module, (module, args) or (module, args, kwargs). Without args the example is what
     `make_batch` beside it returns. `folders` are searched before the current one. Torch's generator is seeded
-    before the call, so every process that builds the same reference has the same weights. With `dtype`, by its
-    name in a plan, floating parameters and inputs are converted.
+    before the call, so every process that builds the same reference has the same weights. With a `precision`, by
+    its word in a plan, floating parameters and inputs are converted to the dtype of its weights.
     """
     if model.ref is None:
         raise BaPipeError(f"{model.name} has no code to run; set model.ref to package.module:function")
@@ -106,7 +106,7 @@ def build_model(
     )
     if args is None:
         found = _with_example(found)
-    return found if dtype is None else _converted(found, dtype)
+    return found if precision is None else _converted(found, precision)
 
 
 def module_and_example(built: Any, what: str) -> tuple[nn.Module, tuple[Any, ...] | None, dict[str, Any] | None]:
@@ -148,8 +148,8 @@ def _batches(source: ModuleType, args: Mapping[str, Any]) -> Callable[..., Any] 
     return lambda seed, size: function(seed, size, **options)
 
 
-def _converted(built: BuiltModel, dtype: str) -> BuiltModel:
-    wanted = find_dtype(dtype)
+def _converted(built: BuiltModel, precision: str) -> BuiltModel:
+    wanted = weights_dtype(precision)
     leaves, structure = flatten((built.args, built.kwargs))
     changed = [
         leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves

@@ -24,6 +24,7 @@ from bapipe.torch.checkpoint.checkpoint_folder import latest
 from bapipe.torch.checkpoint.checkpoint_manifest import CheckpointError
 from bapipe.torch.comm import LinkError
 from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, max_over_ranks, sum_over_ranks
+from bapipe.torch.device.dtypes import autocast_dtype
 from bapipe.torch.health.failure import Failure, RunError
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.inputs.build_model import BuiltModel, build_model
@@ -31,12 +32,11 @@ from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.inputs.training_data import batches_for
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.launch.run_report import RankReport, make_record, median_step
-from bapipe.torch.profiler.environment import plain_fp32
 from bapipe.torch.runtime.executor import RankTrace
 from bapipe.torch.runtime.pipeline import Pipeline
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import RunnablePlan
-from bapipe.torch.verify.gradient_check import Gradients, compare_gradients, gradients, joined
+from bapipe.torch.verify.gradient_check import Gradients, Scaled, compare_gradients, gradients, joined
 
 if TYPE_CHECKING:
     from bapipe.torch.checkpoint.checkpoints import Checkpoints, Loaded
@@ -70,9 +70,8 @@ class Training:
         prepared: PreparedModel | None = None,
     ) -> None:
         plan = runnable.plan
-        plain_fp32(plan.dtype)
         if prepared is None:
-            built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+            built = build_model(plan.model, folders=folders, seed=options.seed, precision=plan.dtype)
         else:
             built = prepared.built
         self.pipe = Pipeline(
@@ -83,6 +82,8 @@ class Training:
         )
         self.batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
         self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=options.learning_rate)
+        self.scaler = self.pipe.grad_scaler() if plan.precision.scaled else None
+        """of fp16-mixed; None: the loss is not scaled"""
         self.loaded: Loaded | None = None
         """where the run goes on from"""
         self.stopped = 0
@@ -97,6 +98,7 @@ class Training:
                 self.pipe,
                 saving.folder,
                 optimizer=self._optimizer,
+                scaler=self.scaler,
                 keep=saving.keep,
                 asynchronous=saving.asynchronous,
             )
@@ -147,12 +149,13 @@ class Training:
         pipe = self.pipe
         for parameter in pipe.parameters():
             parameter.grad = None
-        loss = pipe.step(*batch)
+        loss = pipe.step(*batch, scaler=self.scaler)
         if self._optimizer is None:
+            self._optimizer_step()
             return loss, pipe.trace
         clock = pipe.clock
         start = clock.mark()
-        self._optimizer.step()
+        self._optimizer_step()
         if pipe.trace is None:
             return loss, None
         start, end = clock.times([start, clock.mark()])
@@ -161,6 +164,14 @@ class Training:
         part = (end - start) / len(labels)
         updates = [(label, start + i * part, start + (i + 1) * part) for i, label in enumerate(labels)]
         return loss, replace(pipe.trace, events=(*pipe.trace.events, *updates))
+
+    def _optimizer_step(self) -> None:
+        """With a scaler all ranks take part, also those without an optimizer."""
+        if self.scaler is not None:
+            self.scaler.step(self._optimizer)
+            self.scaler.update()
+        elif self._optimizer is not None:
+            self._optimizer.step()
 
 
 def train(
@@ -211,6 +222,7 @@ def _train(
     traces: deque[RankTrace | None] = deque(maxlen=_KEPT_STEPS)
     steps: list[tuple[float, float]] = []
     kept: list[Gradients] = []
+    scales: list[Scaled] = []
     live = dict.fromkeys(pipe.stages, 0)
     first_step = pipe.steps
     checking = options.check and first_step == 0
@@ -223,6 +235,7 @@ def _train(
             training.stopped = int(max_over_ranks(pipe.watch.stop_signal))
         if training.stopped:
             return None
+        scale = None if training.scaler is None else training.scaler.get_scale()
         start = time.perf_counter()
         loss, trace = training.step(batch)
         with meeting("done"):
@@ -232,6 +245,8 @@ def _train(
         live = {stage: max(count, pipe.peak_in_flight[stage]) for stage, count in live.items()}
         if checking:
             kept.append(gradients(pipe.named_parameters()))
+            skipped = training.scaler is not None and bool(training.scaler.skipped)
+            scales.append(Scaled(scale=scale, skipped=skipped))
         if on_step is not None and rank == 0:
             seconds = steps[-1][1]
             bubble = None if trace is None else max(0.0, 1 - busy / (dist.get_world_size() * seconds))
@@ -262,7 +277,7 @@ def _train(
         threads=torch.get_num_threads(),
         check=None
         if found is None
-        else _check(runnable, options, folders, found, losses=losses, device=pipe.device),
+        else _check(runnable, options, folders, found, losses=losses, scales=scales, device=pipe.device),
     )
 
 
@@ -300,11 +315,12 @@ def _check(
     found: list[tuple[list[Gradients], dict[str, Slice]]],
     *,
     losses: list[float],
+    scales: list[Scaled],
     device: torch.device,
 ) -> CheckRecord:
     """Compare with the same training in this process alone."""
     plan = runnable.plan
-    built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+    built = build_model(plan.model, folders=folders, seed=options.seed, precision=plan.dtype)
     batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
     return compare_gradients(
         built,
@@ -314,6 +330,8 @@ def _check(
         found=[joined((kept[step], parts) for kept, parts in found) for step in range(options.steps)],
         losses=losses,
         device=device,
+        autocast=autocast_dtype(plan.precision),
+        scales=scales,
     )
 
 

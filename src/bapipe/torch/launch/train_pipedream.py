@@ -24,7 +24,6 @@ from bapipe.torch.launch.run_report import make_record, median_step
 from bapipe.torch.launch.train import OnStep, pipeline_options, rank_report
 from bapipe.torch.pipedream.async_pipeline import PipeDream
 from bapipe.torch.pipedream.async_run import EndlessTrace
-from bapipe.torch.profiler.environment import plain_fp32
 from bapipe.torch.runtime.executor import RankTrace
 from bapipe.torch.runtime.plan_checks import RunnablePlan
 from bapipe.torch.stage.loss import loss_of_step
@@ -54,8 +53,7 @@ def train_pipedream(
     periods. `on_step` is called on rank 0 after every step, with its bubble.
     """
     plan = runnable.plan
-    plain_fp32(plan.dtype)
-    built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+    built = build_model(plan.model, folders=folders, seed=options.seed, precision=plan.dtype)
     pipe = PipeDream(
         lambda: (built.module, built.args, built.kwargs),
         runnable,
@@ -171,7 +169,7 @@ def _check(
 ) -> CheckRecord:
     """Compare with the same stale gradients in this process alone."""
     plan = runnable.plan
-    built = build_model(plan.model, folders=folders, seed=options.seed, dtype=plan.dtype)
+    built = build_model(plan.model, folders=folders, seed=options.seed, precision=plan.dtype)
     batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
     held: dict[str, list[Holding]] = {}
     by_update: dict[int, list[tuple[Gradients, dict[str, Slice]]]] = {}

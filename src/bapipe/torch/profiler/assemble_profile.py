@@ -131,7 +131,8 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         optimizer_workspace=_per_parameter(measured.optimizer_bytes, "workspace"),
         workspace=tuple(max(item.workspace) for item in memory),
         layer_workspace=tuple(item.workspace for item in memory),
-        library=_library(memory),
+        library=_most(memory, "library"),
+        weight_casts=_casts(measured, memory),
         delayed=None if None in waiting else tuple(row for row in waiting if row is not None),
         part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
         part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
@@ -194,10 +195,19 @@ def _rows(measured: Sequence[SizeTimes] | Sequence[SizeMemory]) -> dict[str, Any
     return found
 
 
-def _library(memory: Sequence[SizeMemory]) -> tuple[float, ...] | None:
-    """The most of any size; None where it was not weighed, or nothing is kept, as on a CPU."""
-    known = [item.library for item in memory if any(item.library)]
+def _most(memory: Sequence[SizeMemory], name: str) -> tuple[float, ...] | None:
+    """The most of any size; None where it was not weighed, or nothing is kept, as by libraries on a CPU."""
+    known = [getattr(item, name) for item in memory if any(getattr(item, name))]
     return tuple(max(column) for column in zip(*known, strict=True)) if known else None
+
+
+def _casts(measured: Measurement, memory: Sequence[SizeMemory]) -> tuple[float, ...] | None:
+    """Of each layer, what autocast keeps of its weights: a tied weight counts where it stands first."""
+    found = _most(memory, "weight_casts")
+    if found is None:
+        return None
+    layers = model_layers(measured)
+    return tuple(0.0 if layer.shares_weights_with else size for layer, size in zip(layers, found, strict=True))
 
 
 def _optimizer_seconds(measured: Measurement) -> tuple[float, ...]:

@@ -38,7 +38,7 @@ class Load:
 
 @contextlib.contextmanager
 def loaded(
-    slices: Slices, own: int, spec: str, args: Mapping[str, Argument], *, dtype: str, microbatch: int
+    slices: Slices, own: int, spec: str, args: Mapping[str, Argument], *, precision: str, microbatch: int
 ) -> Iterator[Load]:
     """Every slice but `own` begins to train the model; they end when this does, or when this process is gone."""
     others = [index for index in range(len(slices)) if index != own]
@@ -48,7 +48,14 @@ def loaded(
         loads = []
         for index in others:
             ready = Path(folder) / f"ready{index}"
-            command = [sys.executable, "-m", "bapipe.torch.profiler.background_load", spec, "--dtype", dtype]
+            command = [
+                sys.executable,
+                "-m",
+                "bapipe.torch.profiler.background_load",
+                spec,
+                "--precision",
+                precision,
+            ]
             command += ["--microbatch", str(microbatch), "--ready", str(ready)]
             command += [f"--arg={key}={value}" for key, value in args.items()]
             process = subprocess.Popen(
@@ -91,15 +98,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train until standard input ends, or for `--seconds`."""
-    from bapipe.torch.device.dtypes import find_dtype
-    from bapipe.torch.profiler.environment import find_device, plain_fp32
+    from bapipe.hardware.precision import DEFAULT_PRECISION, find_precision
+    from bapipe.torch.device.precision_modes import set_precision
+    from bapipe.torch.profiler.environment import find_device
     from bapipe.torch.profiler.training_step import training_step
 
     parser = argparse.ArgumentParser(prog="bapipe.torch.profiler.background_load")
     parser.add_argument("model")
     parser.add_argument("--arg", action="append", default=[])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--precision", default=DEFAULT_PRECISION)
     parser.add_argument("--microbatch", type=int, default=16)
     parser.add_argument("--ready", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=3600.0)
@@ -112,11 +120,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         stop.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    device = find_device(options.device)
-    if device.type == "cuda":
-        plain_fp32(options.dtype)
+    device, precision = find_device(options.device), find_precision(options.precision)
+    set_precision(precision, device)
     source = build_model(model_ref(options.model, parse_arguments(options.arg)))
-    step = training_step(source, device=device, dtype=find_dtype(options.dtype), size=options.microbatch)
+    step = training_step(source, device=device, precision=precision, size=options.microbatch)
     step()
     options.ready.touch()
     end = time.monotonic() + options.seconds

@@ -1,4 +1,4 @@
-"""Devices, dtypes and what to say of the machine."""
+"""Devices, and what to say of the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bapipe.hardware.cpu_types import cpu_type
 from bapipe.hardware.slice_types import slice_type
 from bapipe.torch.profiler.measurement import Environment
 
-__all__ = ["accelerator_name", "cpu_name", "environment_of", "find_device", "plain_fp32"]
+__all__ = ["accelerator_name", "cpu_name", "environment_of", "find_device"]
 
 
 def find_device(name: str) -> torch.device:
@@ -32,12 +32,6 @@ def find_device(name: str) -> torch.device:
     device = torch.device("cuda", int(index or 0))
     torch.cuda.set_device(device)
     return device
-
-
-def plain_fp32(dtype: str) -> None:
-    """Multiply fp32 as fp32, not as TensorFloat-32, unless that is what was asked for."""
-    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
 
 
 def environment_of(device: torch.device, *, slice_: str = "") -> Environment:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bapipe.costs.stage_memory import needed_beyond
 from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.device.cuda_workspaces import release_workspaces
-from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
+from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, run_once
 from bapipe.torch.profiler.measurement import Measurement, SizeMemory
 from bapipe.torch.profiler.repeated_layers import bytes_of_model, model_layers
 from bapipe.torch.stage.split_backward import DelayedWeights, SplitBackward
@@ -82,6 +82,9 @@ def weigh(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> S
     """
     leaves, _ = chain.inputs(size)
     state = {storage_of(tensor)[0] for tensor in chain.state()}
+    casts = _casts(chain, pieces, size)
+    if chain.mixed is not None:
+        state |= chain.mixed.addresses
     count = len(pieces)
     saved_activations, onward, backward, later, library = ([0.0] * count for _ in range(5))
     ahead, back, passing, returning, before, kept = ([0.0] * count for _ in range(6))
@@ -145,7 +148,20 @@ def weigh(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> S
         passing_backward=tuple(returning),
         saved_before=tuple(before),
         kept_input=tuple(kept),
+        weight_casts=casts,
     )
+
+
+def _casts(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> tuple[float, ...]:
+    """Bytes of each layer's cast weights, all of which are there afterwards; () without mixed precision."""
+    mixed = chain.mixed
+    if mixed is None:
+        return ()
+    leaves, _ = chain.inputs(size)
+    values: Sequence[Any] = ()
+    for piece in pieces:
+        values = run_once(piece, (*values, *(leaves[root] for root in piece.roots)))
+    return tuple(mixed.cast_bytes(piece.parameters) for piece in pieces)
 
 
 def _both_ways(values: Sequence[Tensor]) -> tuple[float, float]:
@@ -251,7 +267,8 @@ def _backward(outputs: Sequence[Any], received: Sequence[Any]) -> None:
 
 
 def predicted_peak(measured: Measurement, microbatch: int) -> float | None:
-    """Most bytes that one step of the model needs: weights, gradients, optimizer and saved activations, workspace.
+    """Most bytes that one step of the model needs: weights, casts, gradients, optimizer, saved activations and
+    workspace.
 
     The workspace of a layer counts while only the layers up to it still hold their saved activations; the output
     and its gradient are held to the end. None where what the libraries hold is not known, as on a CPU.
@@ -266,5 +283,6 @@ def predicted_peak(measured: Measurement, microbatch: int) -> float | None:
     weighed = measured.optimizer_bytes
     trained = sum(layer.parameters for layer in model_layers(measured) if layer.steps_weights)
     state = 0.0 if weighed is None else weighed.state / weighed.parameters * trained
-    always = max(known) + measured.state_bytes + measured.gradient_bytes + state
+    casts = sum(memory.weight_casts)
+    always = max(known) + measured.state_bytes + casts + measured.gradient_bytes + state
     return always + float(held[-1] + beyond[-1]) + output

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
+from bapipe.hardware.precision import Precision
 from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.capturing.layer_signature import layer_signatures
+from bapipe.torch.capturing.self_check import self_check
 from bapipe.torch.capturing.torch_internals import flatten, flatten_recurrent, unflatten
 from bapipe.torch.compiling.compiled_layers import CompiledLayers, CompiledPrograms, StageLayers
 from bapipe.torch.compiling.layer_program import DeferredGradients
+from bapipe.torch.device.dtypes import autocast_dtype, weights_dtype
+from bapipe.torch.device.precision_modes import MixedForward
 from bapipe.torch.profiler.measurement import MeasuredLayer, Repeats
+from bapipe.torch.profiler.mixed_layers import MixedLayers
 from bapipe.torch.profiler.repeated_layers import find_repeats, kept_layers
 
 __all__ = [
@@ -23,8 +28,10 @@ __all__ = [
     "DistinctLayers",
     "LayerSequence",
     "RunnableLayer",
+    "cast_weights",
     "chain_of",
     "on_device",
+    "run_once",
     "tensors_of",
 ]
 
@@ -47,8 +54,15 @@ class RunnableLayer:
     """whether it writes over what it receives, which must then not be a leaf"""
     state: tuple[Tensor, ...] = ()
     """parameters and buffers"""
+    mixed: MixedLayers | None = None
+    """where weights are cast for it, in mixed precision"""
     compiled: tuple[CompiledLayers, ...] = ()
     """what runs it, if it is compiled"""
+
+    def known_storages(self) -> set[int]:
+        """Addresses of parameters and buffers, and of what autocast keeps of them."""
+        own = {item.untyped_storage().data_ptr() for item in (*self.state, *self.parameters)}
+        return own if self.mixed is None else own | self.mixed.addresses
 
     def forward_deferring(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], list[DeferredGradients]]:
         """Of a compiled piece: the outputs of a forward, and where its backward will leave the weight
@@ -63,6 +77,21 @@ class RunnableLayer:
                 layers.deferred = None
 
 
+def run_once(piece: RunnableLayer, values: Sequence[Any]) -> tuple[Any, ...]:
+    """What the piece makes, without a graph. In mixed precision its weights are cast from then on, unless it is
+    compiled: then it casts them itself, every time."""
+    mixed = None if piece.compiled else piece.mixed
+    with torch.no_grad():
+        made = piece.run(*values) if mixed is None else mixed.noted(piece.run, piece.parameters, values)
+    return tuple(value.detach() if isinstance(value, Tensor) else value for value in made)
+
+
+def cast_weights(piece: RunnableLayer, values: Sequence[Any]) -> None:
+    """See to it that the piece's weights are cast, in mixed precision, and that it is known which are."""
+    if piece.mixed is not None and not piece.compiled and not piece.mixed.knows(piece.parameters):
+        run_once(piece, [value.clone() for value in values] if piece.overwrites else values)
+
+
 class LayerSequence(Protocol):
     """Layers to measure, of one model on one device."""
 
@@ -71,6 +100,8 @@ class LayerSequence(Protocol):
     """how they stand for the model's; None: they are the model's"""
     module: nn.Module
     """the whole model"""
+    mixed: MixedLayers | None
+    """where its weights are cast, in mixed precision"""
     device: torch.device
     fingerprint: str
     notes: tuple[str, ...]
@@ -121,9 +152,11 @@ class CapturedLayers:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        mixed: MixedLayers | None = None,
         programs: CompiledPrograms | None = None,
     ) -> None:
         self.captured = captured
+        self.mixed = mixed
         self.programs = programs
         self.module = captured.module.to(device=device).train()
         self.device = device
@@ -147,7 +180,7 @@ class CapturedLayers:
             return self
         self.module.to("cpu")
         chain = CapturedLayers(
-            self.captured.at(size), device=self.device, dtype=self.dtype, programs=self.programs
+            self.captured.at(size), device=self.device, dtype=self.dtype, mixed=self.mixed, programs=self.programs
         )
         if [layer.name for layer in chain.layers] != [layer.name for layer in self.layers]:
             raise BaPipeError(
@@ -163,7 +196,8 @@ class CapturedLayers:
             own_args, own_kwargs = unflatten(given, spec)
             return self.module(*own_args, **own_kwargs)
 
-        return [on_device(leaf, self.device, self.dtype) for leaf in leaves], call
+        run = call if self.mixed is None else self.mixed.under(call)
+        return [on_device(leaf, self.device, self.dtype) for leaf in leaves], run
 
     def piece(self, first: int, last: int, *, part: tuple[int, int] | None = None) -> RunnableLayer:
         parts = {} if part is None else {first: part}
@@ -179,12 +213,13 @@ class CapturedLayers:
         return RunnableLayer(
             first=first,
             last=last,
-            run=stage,
+            run=stage if self.mixed is None else self.mixed.under(stage),
             parameters=tuple(item for item in stage.parameters() if item.requires_grad),
             receives=tuple(value.requires_grad for value in spec.received),
             roots=tuple(root.index for root in spec.roots),
             overwrites=False,
             state=tuple(_state(stage)),
+            mixed=self.mixed,
             compiled=compiled,
         )
 
@@ -204,7 +239,7 @@ class DistinctLayers:
         self._whole: RunnableLayer | None = None
         self.repeats: Repeats | None = repeats
         self.layers = tuple(chain.layers[index] for index in kept)
-        self.module, self.device = chain.module, chain.device
+        self.module, self.device, self.mixed = chain.module, chain.device, chain.mixed
         self.fingerprint, self.notes = chain.fingerprint, chain.notes
         self.programs = chain.programs
 
@@ -266,8 +301,24 @@ def _one_after_another(pieces: Sequence[RunnableLayer]) -> RunnableLayer:
         roots=roots,
         overwrites=pieces[0].overwrites,
         state=tuple(state.values()),
+        mixed=pieces[0].mixed,
         compiled=tuple(layers for piece in pieces for layers in piece.compiled),
     )
+
+
+def _check_there(captured: Captured, device: torch.device) -> None:
+    """Compare the capture with eager on the device, which is much faster than the CPU, unless it does not fit
+    there."""
+    try:
+        captured.module.to(device)
+        self_check(captured, captured.examples, device)
+    except BaPipeError as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        captured.module.to("cpu")
+        torch.cuda.empty_cache()
+        self_check(captured, captured.examples)
+    captured.module.zero_grad(set_to_none=True)
 
 
 def chain_of(
@@ -276,20 +327,26 @@ def chain_of(
     kwargs: dict[str, Any],
     *,
     device: torch.device,
-    dtype: torch.dtype,
+    precision: Precision,
     programs: CompiledPrograms | None = None,
 ) -> LayerSequence:
-    """The layers of a module to measure, on the device and in the dtype; the module itself is moved there.
+    """The layers of a module to measure, on the device and in the precision; the module itself is moved there.
 
-    With `programs` they run compiled. The capture is made and checked on the CPU. Of blocks that compute the same
-    two are measured.
+    Layers of mixed precision are run in its region of a global batch (`LayerSequence.mixed`). With `programs` they
+    run compiled. The capture is made on the CPU and checked on the device. Of blocks that compute the same two are
+    measured.
     """
+    dtype, autocast = weights_dtype(precision), autocast_dtype(precision)
+    mixed = None if autocast is None else MixedLayers(MixedForward(device, autocast))
     module = module.to(dtype=dtype)
     cpu = torch.device("cpu")
     leaves, spec = flatten((tuple(args), dict(kwargs)))
     own_args, own_kwargs = unflatten([on_device(leaf, cpu, dtype) for leaf in leaves], spec)
-    captured = capture(module, own_args, own_kwargs)
-    chain = CapturedLayers(captured, device=device, dtype=dtype, programs=programs)
+    on_gpu = device.type == "cuda"
+    captured = capture(module, own_args, own_kwargs, check=not on_gpu)
+    if on_gpu:
+        _check_there(captured, device)
+    chain = CapturedLayers(captured, device=device, dtype=dtype, mixed=mixed, programs=programs)
     signatures = layer_signatures(captured.program, captured.groups)
     kept = kept_layers(signatures)
     repeats = find_repeats(signatures, kept, chain.layers)

@@ -13,7 +13,7 @@ from torch import Tensor
 from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.profiler.layer_clock import Clock, CudaClock, Lap
 from bapipe.torch.profiler.layer_memory import storage_of
-from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
+from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, cast_weights, run_once
 from bapipe.torch.profiler.measurement import Reading
 from bapipe.torch.profiler.statistics import Stopping, summarise
 from bapipe.torch.stage.saved_tensors import SavedValues
@@ -60,14 +60,14 @@ def walk(chain: LayerSequence, pieces: Sequence[RunnableLayer], size: int) -> Wa
     received: list[tuple[Tensor, ...]] = []
     seconds: list[float] = []
     values: Sequence[Any] = ()
-    with torch.no_grad():
-        for piece in pieces:
-            received.append(tuple(value.detach().to("cpu", copy=piece.overwrites) for value in values))
-            if piece.compiled:  # the first time it is compiled
-                piece.run(*values, *(leaves[index] for index in piece.roots))
-            begun = time.perf_counter()
-            values = piece.run(*values, *(leaves[index] for index in piece.roots))
-            seconds.append(time.perf_counter() - begun)
+    for piece in pieces:
+        received.append(tuple(value.detach().to("cpu", copy=piece.overwrites) for value in values))
+        taken = (*values, *(leaves[index] for index in piece.roots))
+        if piece.compiled:  # the first time it is compiled
+            run_once(piece, taken)
+        begun = time.perf_counter()
+        values = run_once(piece, taken)
+        seconds.append(time.perf_counter() - begun)
     return Walk(received=tuple(received), leaves=tuple(leaves), seconds=tuple(seconds))
 
 
@@ -136,6 +136,7 @@ def time_piece(
     `apart`: the backward in two parts too, as zero-bubble orders run it.
     """
     run = _Run(piece, inputs)
+    cast_weights(piece, inputs)
     if isinstance(clock, CudaClock):
         clock.reset()
     for _ in range(warmup):
@@ -229,7 +230,7 @@ def _compiled_split_sample(run: _Run, clock: Clock) -> float:
 
 
 def _held_bytes(run: _Run, held: Sequence[Tensor]) -> float:
-    known = {storage_of(item)[0] for item in (*run.piece.state, *run.piece.parameters)}
+    known = run.piece.known_storages()
     return float(sum(nbytes for address, nbytes in set(map(storage_of, held)) if address not in known))
 
 

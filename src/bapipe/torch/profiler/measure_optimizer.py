@@ -70,6 +70,7 @@ def _time_optimizer(
         clock=clock,
         stopping=state.settings.stopping(round_),
         warmup=warmup_of(chain),
+        mixed=chain.mixed,
     )
     if reading is not None:
         timing = OptimizerTiming(layer=layer, round=round_, reading=reading)

@@ -154,6 +154,8 @@ class SizeMemory:
     """of the saved activations, what only the layer before saved; (): not known"""
     kept_input: tuple[float, ...] = ()
     """of what the layer received, what it saved itself; (): not known"""
+    weight_casts: tuple[float, ...] = ()
+    """copies of its weights that autocast keeps, whatever the size; (): there is no autocast"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +213,7 @@ class Measurement:
     shapes: tuple[str, ...]
     """of the example inputs at one sample"""
     dtype: str
+    """precision, by its word"""
     optimizer: str
     environment: Environment
     layers: tuple[MeasuredLayer, ...]

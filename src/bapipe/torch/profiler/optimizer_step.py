@@ -12,6 +12,7 @@ from bapipe.torch.capturing.torch_internals import temporary_bytes
 from bapipe.torch.inputs.make_optimizer import make_optimizer
 from bapipe.torch.profiler.layer_clock import Clock
 from bapipe.torch.profiler.measurement import OptimizerBytes, Reading
+from bapipe.torch.profiler.mixed_layers import MixedLayers
 from bapipe.torch.profiler.statistics import Stopping, summarise
 from bapipe.torch.profiler.whole_step import make_gradients
 
@@ -19,22 +20,37 @@ __all__ = ["time_optimizer", "weigh_optimizer"]
 
 
 def time_optimizer(
-    name: str, parameters: Sequence[nn.Parameter], *, clock: Clock, stopping: Stopping, warmup: int
+    name: str,
+    parameters: Sequence[nn.Parameter],
+    *,
+    clock: Clock,
+    stopping: Stopping,
+    warmup: int,
+    mixed: MixedLayers | None = None,
 ) -> Reading | None:
-    """A step over the parameters, at rate 0 so that nothing changes; None where none is trained."""
+    """A step over the parameters, at rate 0 so that nothing changes; None where none is trained.
+
+    In mixed precision with their casts, of which there is also one for each global batch.
+    """
     make_gradients(parameters)
     optimizer = make_optimizer(name, list(parameters), rate=0.0)
     if optimizer is None:
         return None
-    for _ in range(warmup):
+
+    def step() -> None:
         optimizer.step()
+        if mixed is not None:
+            mixed.cast(parameters)
+
+    for _ in range(warmup):
+        step()
     hosts: list[float] = []
     devices: list[float] = []
     begun = time.perf_counter()
     while not stopping.done(hosts, spent=time.perf_counter() - begun):
         clock.begin()
         clock.mark()
-        optimizer.step()
+        step()
         clock.mark()
         laps = clock.read()
         if laps is None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bapipe.torch.profiler.layer_clock import Clock
 from bapipe.torch.profiler.layer_memory import saved_storages, storage_of
-from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, tensors_of
+from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, cast_weights, run_once, tensors_of
 from bapipe.torch.profiler.layer_timing import PieceTimes, Walk, inputs_of, time_piece
 from bapipe.torch.profiler.measurement import Measurement, PartTiming
 from bapipe.torch.profiler.statistics import Stopping
@@ -61,10 +60,9 @@ def time_parts(
         chain.piece(layer, layer, part=(half, split.channels)),
     )
     ahead = inputs_of(first, values, chain.device)
-    with torch.no_grad():
-        sent = first.run(*ahead)
+    sent = run_once(first, ahead)
     behind: list[Any] = [
-        value.detach().clone().requires_grad_(flag) for value, flag in zip(sent, second.receives, strict=True)
+        value.clone().requires_grad_(flag) for value, flag in zip(sent, second.receives, strict=True)
     ]
     behind += [values.leaves[index] for index in second.roots]
 
@@ -78,7 +76,10 @@ def time_parts(
     if weigh:
         saved_activations = _kept(first, ahead) + _kept(second, behind, received=True)
         given = inputs_of(undivided, values, chain.device)
+        cast_weights(undivided, given)
         saved_activations -= _kept(undivided, given, received=True)
+    if chain.mixed is not None:
+        chain.mixed.forget((*first.parameters, *second.parameters))
     return PartTiming(
         layer=layer,
         microbatch=size,
@@ -98,6 +99,6 @@ def _kept(piece: RunnableLayer, inputs: Sequence[Any], *, received: bool = False
     """
     outputs, saved = saved_storages(piece, inputs)
     given = inputs[len(piece.receives) :] if received else inputs
-    known = {storage_of(item)[0] for item in (*piece.state, *tensors_of(list(given)))}
+    known = piece.known_storages() | {storage_of(item)[0] for item in tensors_of(list(given))}
     known |= {storage_of(item)[0] for item in outputs if isinstance(item, Tensor)}
     return sum(nbytes for address, nbytes in saved.items() if address not in known)

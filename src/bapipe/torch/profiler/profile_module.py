@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bapipe.costs.optimizers import parse_optimizer
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
+from bapipe.hardware.precision import DEFAULT_PRECISION, Precision, find_precision
 from bapipe.models.builtin import Argument
 from bapipe.models.layers import ModelRef
 from bapipe.models.model_spec import model_ref
@@ -18,11 +21,12 @@ from bapipe.torch.capturing.torch_internals import load_tracer
 from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.cpu_heap import keep_heap
-from bapipe.torch.device.dtypes import find_dtype
+from bapipe.torch.device.dtypes import weights_dtype
+from bapipe.torch.device.precision_modes import set_precision
 from bapipe.torch.inputs.build_model import build_model
-from bapipe.torch.inputs.make_optimizer import find_optimizer_class
+from bapipe.torch.inputs.make_optimizer import require_optimizer
 from bapipe.torch.profiler.assemble_profile import to_profile
-from bapipe.torch.profiler.environment import accelerator_name, environment_of, find_device, plain_fp32
+from bapipe.torch.profiler.environment import accelerator_name, environment_of, find_device
 from bapipe.torch.profiler.layer_memory import is_out_of_memory
 from bapipe.torch.profiler.layer_runner import LayerSequence, chain_of
 from bapipe.torch.profiler.measure_loop import Report, measure
@@ -52,7 +56,7 @@ def profile_model(
     *,
     settings: MeasureSettings,
     device: str = "cpu",
-    dtype: str = "fp32",
+    precision: str = DEFAULT_PRECISION,
     args: Mapping[str, Argument] | None = None,
     optimizer: str = "sgd",
     accelerator: str | None = None,
@@ -66,10 +70,10 @@ def profile_model(
     """Profile what `spec` names (see `model_ref`) on a device of this machine.
 
     `accelerator` is the type to file the costs under, by default the catalogue's name of the device. Device and
-    dtype are looked at before the model is built. `before` is called when it is captured and nothing measured yet.
+    precision are looked at before the model is built. `before` is called when it is captured and nothing
+    measured yet.
     """
-    find_dtype(dtype)
-    find_device(device)
+    set_precision(_trained_in(precision), find_device(device))
     if ":" not in spec:
         load_tracer()  # while the weights of a model of the zoo are drawn
     source = build_model(model_ref(spec, args))
@@ -80,7 +84,7 @@ def profile_model(
         model=source.model,
         settings=settings,
         device=device,
-        dtype=dtype,
+        precision=precision,
         optimizer=optimizer,
         accelerator=accelerator,
         calibrate=calibrate,
@@ -100,7 +104,7 @@ def profile_module(
     model: ModelRef,
     settings: MeasureSettings,
     device: str = "cpu",
-    dtype: str = "fp32",
+    precision: str = DEFAULT_PRECISION,
     optimizer: str = "sgd",
     accelerator: str | None = None,
     calibrate: bool = False,
@@ -114,20 +118,20 @@ def profile_module(
 
     Raises BaPipeError where no size was measured completely; what was measured is in the cache all the same.
     """
-    where, kind = find_device(device), find_dtype(dtype)
-    find_optimizer_class(optimizer)
+    where, kind = find_device(device), _trained_in(precision)
+    set_precision(kind, where)
+    require_optimizer(optimizer)
+    parse_optimizer(optimizer).require_for(kind)
     if threads is not None:
         if threads < 1:
             raise BaPipeError(f"a CPU needs at least 1 thread, got {threads}; raise --threads")
         torch.set_num_threads(threads)
-    if where.type == "cuda":
-        plain_fp32(dtype)
-    else:
+    if where.type != "cuda":
         keep_heap()  # as a rank of a run does
     keep_in_pages(where)
     programs = CompiledPrograms(where, split=True, say=lambda line: report(line, 0.0)) if compile_ else None
     try:
-        chain = chain_of(module, args, kwargs or {}, device=where, dtype=kind, programs=programs)
+        chain = chain_of(module, args, kwargs or {}, device=where, precision=kind, programs=programs)
     except Exception as error:
         if is_out_of_memory(error):
             raise BaPipeError(
@@ -136,9 +140,10 @@ def profile_module(
         raise
     if before is not None:
         before()
-    measured, complete = measure(
-        chain, _empty(chain, model.name, dtype, optimizer, slice_), settings, report=report
-    )
+    with contextlib.nullcontext() if chain.mixed is None else chain.mixed.region.batch():
+        measured, complete = measure(
+            chain, _empty(chain, model.name, precision, optimizer, slice_), settings, report=report
+        )
     profile = to_profile(
         measured,
         accelerator=accelerator or accelerator_name(measured.environment),
@@ -148,14 +153,21 @@ def profile_module(
     return Profiled(profile=profile, measured=measured, complete=complete)
 
 
-def _empty(chain: LayerSequence, name: str, dtype: str, optimizer: str, slice_: str) -> Measurement:
+def _trained_in(precision: str) -> Precision:
+    """The precision of that word, if torch trains in it."""
+    found = find_precision(precision)
+    weights_dtype(found)
+    return found
+
+
+def _empty(chain: LayerSequence, name: str, precision: str, optimizer: str, slice_: str) -> Measurement:
     leaves, _ = chain.inputs(1)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return Measurement(
         model=name,
         fingerprint=chain.fingerprint,
         shapes=tuple(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in tensors),
-        dtype=dtype,
+        dtype=precision,
         optimizer=optimizer,
         environment=replace(environment_of(chain.device, slice_=slice_), compiled=chain.programs is not None),
         layers=chain.layers,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bapipe.torch.profiler.launch_overhead import StepIssue
 from bapipe.torch.profiler.layer_clock import HostClock
 from bapipe.torch.profiler.layer_memory import is_out_of_memory, storage_of
-from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, tensors_of
+from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, run_once, tensors_of
 from bapipe.torch.profiler.measure_settings import ROUNDS
 from bapipe.torch.profiler.measurement import WholeStep
 from bapipe.torch.profiler.statistics import SampleSummary, Stopping, summarise
@@ -76,6 +76,8 @@ def time_whole(
     make_gradients(chain.module.parameters())
     piece = chain.whole_model()
     roots = [leaves[index] for index in piece.roots]
+    if piece.mixed is not None:
+        run_once(piece, roots)
     if chain.programs is not None:  # the module itself is not compiled
 
         def eager() -> list[Tensor]:
@@ -180,12 +182,14 @@ def _idle(device: torch.device) -> None:
 
 
 def _peak(chain: LayerSequence, forward: Callable[[], list[Tensor]], leaves: Sequence[Any]) -> tuple[float, float]:
-    """(peak, idle): bytes at most during one step; of these what neither state, gradients nor inputs explain."""
+    """(peak, idle): bytes at most during one step; of these what neither state, casts, gradients nor inputs
+    explain."""
     device = chain.device
     _idle(device)
     gradients = [item.grad for item in chain.module.parameters() if item.grad is not None]
     known = dict(storage_of(tensor) for tensor in (*chain.state(), *gradients, *tensors_of(list(leaves))))
-    idle = torch.cuda.memory_allocated(device) - sum(known.values())
+    casts = 0 if chain.mixed is None else chain.mixed.total
+    idle = torch.cuda.memory_allocated(device) - sum(known.values()) - casts
     torch.cuda.reset_peak_memory_stats(device)
     outputs = [value for value in forward() if value.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
+from bapipe.hardware.precision import Precision
 from bapipe.records.plan import Plan, PlanStage
 from bapipe.schedule.actions import Schedule
 from bapipe.torch.capturing import Captured, Stage, capture
@@ -19,7 +20,7 @@ from bapipe.torch.capturing.loss_graph import OwnLoss, own_loss
 from bapipe.torch.capturing.torch_internals import flatten_recurrent, swap_parameter, unflatten
 from bapipe.torch.comm import Message, TensorShape
 from bapipe.torch.compiling.compiled_layers import CompiledPrograms, StageLayers, warm_up
-from bapipe.torch.device.dtypes import DTYPES
+from bapipe.torch.device.dtypes import weights_dtype
 from bapipe.torch.inputs.build_model import module_and_example
 from bapipe.torch.runtime.materialise import fill, initialise, open_state
 from bapipe.torch.runtime.microbatches import InputSpec
@@ -79,7 +80,11 @@ class OwnStages:
 
 
 def planned_model(
-    build_model: Build | Captured, plan: Plan, seed: int | None, autocast: torch.dtype | None = None
+    build_model: Build | Captured,
+    plan: Plan,
+    seed: int | None,
+    precision: Precision | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Captured:
     """The plan's model, captured: as it was built, or as `build_model` makes it. Refuses another model."""
     if isinstance(build_model, Captured):
@@ -94,14 +99,16 @@ def planned_model(
                 "(module, args, kwargs)"
             )
         captured = capture(module, args, kwargs, check=plan.model.fingerprint is None)
-    check_model(captured, plan, autocast)
+    check_model(captured, plan, precision, autocast)
     return captured
 
 
-def check_model(captured: Captured, plan: Plan, autocast: torch.dtype | None = None) -> None:
+def check_model(
+    captured: Captured, plan: Plan, precision: Precision | None = None, autocast: torch.dtype | None = None
+) -> None:
     """Refuse a module that is not the one that was planned, by fingerprint, by its layers' names and by dtype.
 
-    `autocast` is the dtype that its forwards run in under torch.autocast, if they do.
+    `precision` is what it trains in, by default the plan's, `autocast` the dtype that its forwards are cast to.
     """
     ref, found = plan.model.ref or plan.model.name, captured.fingerprint
     names = tuple(layer.name for layer in captured.layers)
@@ -119,7 +126,7 @@ def check_model(captured: Captured, plan: Plan, autocast: torch.dtype | None = N
             f"'{ref}' builds a model with fingerprint {found}, but the plan is of {plan.model.fingerprint}: "
             "its layers or parameters have changed; profile and plan it again"
         )
-    _check_dtype(captured, plan, autocast)
+    _check_dtype(captured, precision or plan.precision, autocast)
     _check_parts(captured, plan)
 
 
@@ -128,18 +135,16 @@ def _numbered(first: int, stage: PlanStage) -> list[tuple[int, str]]:
     return [(first + offset, name) for offset, name in enumerate(stage.layers)]
 
 
-def _check_dtype(captured: Captured, plan: Plan, autocast: torch.dtype | None) -> None:
-    """Parameters have the plan's dtype, or fp32 where they run under autocast to the plan's."""
-    wanted = DTYPES.get(plan.dtype)
-    if wanted is None:
-        return
+def _check_dtype(captured: Captured, precision: Precision, autocast: torch.dtype | None) -> None:
+    """Parameters have the precision's dtype, or fp32 where they run under autocast to that."""
+    wanted = weights_dtype(precision)
     allowed = {wanted, torch.float32} if autocast == wanted else {wanted}
     for name, parameter in captured.module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in allowed:
             found = str(parameter.dtype).removeprefix("torch.")
             raise BaPipeError(
-                f"the plan is for {plan.dtype}, but '{name}' is {found}; convert the model, run it under autocast "
-                "(autocast=), or plan it as it is"
+                f"the plan is for {precision.word}, but '{name}' is {found}; convert the model, run it under "
+                "autocast (autocast=), or plan it as it is"
             )
 
 

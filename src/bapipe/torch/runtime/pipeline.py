@@ -19,12 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
 from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import guarded
+from bapipe.torch.comm.rank_agreement import max_over_ranks
 from bapipe.torch.runtime.build_stages import Build
 from bapipe.torch.runtime.executor import RankTrace
 from bapipe.torch.runtime.gradient_sync import Reducer, make_sums
+from bapipe.torch.runtime.loss_scaler import LossScaler
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import RunnablePlan, as_runnable
 from bapipe.torch.runtime.rank_engine import Engine
@@ -75,26 +78,36 @@ class Pipeline(RankModel):
             make_sums=make_sums,
         )
         super().__init__(engine)
+        self._scaler: LossScaler | None = None
+        """of the last step"""
         self.trace: RankTrace | None = None
         """what this rank did in the last global batch; None before the first, and where nothing is traced"""
 
-    def step(self, inputs: Any, targets: Any = None, *, scaler: torch.amp.GradScaler | None = None) -> float:
+    def step(
+        self, inputs: Any, targets: Any = None, *, scaler: LossScaler | torch.amp.GradScaler | None = None
+    ) -> float:
         """Train on one global batch: gradients are added to `.grad`; the loss is returned on every rank.
 
         Every rank may give the whole batch; stages that take no input may give None. A `scaler` (see
-        `grad_scaler`) multiplies the loss, and so the gradients, with its scale. Raises RunError where this rank
-        or another one fails, and BaPipeError, before anything runs, where the batch is not the planned one.
+        `grad_scaler`) multiplies the loss, and so the gradients, with its scale; fp16-mixed needs one. Raises
+        RunError where this rank or another one fails, and BaPipeError, before anything runs, where the batch is
+        not the planned one.
         """
+        if scaler is None and self.engine.precision.scaled:
+            raise BaPipeError(
+                f"{self.engine.precision.word} scales the loss; make scaler = pipe.grad_scaler(), give it to step"
+            )
         with self.watch.guard():
             self.watch.progress.begin(self.steps)
             loss = self._step(inputs, targets, scaler)
             self.watch.progress.note(f"after step {self.steps - 1}")
         return loss
 
-    def _step(self, inputs: Any, targets: Any, scaler: torch.amp.GradScaler | None) -> float:
+    def _step(self, inputs: Any, targets: Any, scaler: LossScaler | torch.amp.GradScaler | None) -> float:
         engine = self.engine
         batch = engine.cut(inputs, targets)
         before = self._set_gradients_aside()
+        self._scaler = scaler if isinstance(scaler, LossScaler) else None
         engine.loss.scale = None if scaler is None else scaler.scale(torch.ones((), device=self.device))
         trace = engine.run(batch, training=True)
         reduced = [self._reduced(stage, reducer) for stage, reducer in engine.reducers.items()]
@@ -131,17 +144,22 @@ class Pipeline(RankModel):
         """Stage of this rank -> most micro-batches in flight at once in the last global batch."""
         return {stage: runner.peak_in_flight for stage, runner in self.engine.runners.items()}
 
-    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A GradScaler for fp16 with one scale for all ranks: an infinite gradient on one skips all optimizer
-        steps."""
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    def grad_scaler(self, **options: Any) -> LossScaler:
+        """A scaler for fp16 with one scale for all ranks: an infinite gradient on one skips all optimizer steps.
 
-        return ShardedGradScaler(device=self.device.type, process_group=dist.group.WORLD, **options)
+        `options` are those of `torch.amp.GradScaler`: init_scale, growth_factor, backoff_factor, growth_interval.
+        """
+        return LossScaler(self.parameters, self.device, self._most, **options)
+
+    def _most(self, value: float) -> float:
+        with self.watch.guard(), self.watch.meeting("looking for overflow"):
+            return max_over_ranks(value)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before.
 
-        A weight on several ranks counts once.
+        A weight on several ranks counts once. Gradients that a scaler of `grad_scaler` has not unscaled yet count
+        as unscaled ones.
         """
         own = [parameter.grad for parameter in self.engine.state.owned() if parameter.grad is not None]
         norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) for gradient in own]
@@ -153,6 +171,7 @@ class Pipeline(RankModel):
         with self.watch.guard(), self.watch.meeting("clipping gradients"), guarded(None):
             dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
         total = float(part) if infinite else float(part) ** (1 / norm_type)
+        total /= 1.0 if self._scaler is None else self._scaler.divisor
         factor = max_norm / (total + 1e-6)
         if factor < 1:
             for parameter in self.parameters():

@@ -21,8 +21,10 @@ class PipelineOptions:
     """None: as planned"""
     transport: str = "auto"
     """how tensors get to other ranks"""
+    precision: str | None = None
+    """fp32, tf32, bf16, fp16, bf16-mixed or fp16-mixed; None: the plan's"""
     autocast: torch.dtype | None = None
-    """runs forwards and the loss under torch.autocast"""
+    """runs forwards and the loss under torch.autocast to this dtype; None: as the precision has it"""
     compile: bool | None = None
     """whether layers run compiled, see `bapipe.torch.compiling`; None: as the plan says"""
     seed: int | None = 0

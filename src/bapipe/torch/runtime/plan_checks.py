@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cpu_types import cpu_threads
+from bapipe.hardware.precision import Precision
 from bapipe.records.plan import Plan, read_plan
 from bapipe.schedule.actions import Kind, Lane, Schedule
 from bapipe.schedule.generators import capped
@@ -21,6 +22,7 @@ __all__ = [
     "RunnablePlan",
     "as_runnable",
     "check_plan",
+    "check_precision",
     "compute_lane",
     "describe_need",
     "microbatch_sizes",
@@ -98,7 +100,17 @@ def check_plan(plan: Plan) -> RunnablePlan:
     require_valid(schedule)
     if not schedule.flushes:
         _check_endless(schedule)
+    check_precision(schedule, plan.precision)
     return RunnablePlan(plan=plan, schedule=schedule, sizes=sizes)
+
+
+def check_precision(schedule: Schedule, precision: Precision) -> None:
+    """Refuse mixed precision where weights change within what autocast keeps their casts for."""
+    if not schedule.flushes and precision.autocast is not None:
+        raise BaPipeError(
+            f"{schedule.name} changes the weights after every micro-batch, and {precision.word} casts them once "
+            f"for all; plan with --precision {precision.weights} or {precision.activations}, or with 1f1b-so"
+        )
 
 
 def _check_endless(schedule: Schedule) -> None:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
+from bapipe.hardware.precision import Precision, find_precision
+from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Action
 from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import Transport, guarded
@@ -29,6 +31,8 @@ from bapipe.torch.comm.choose_transport import connect
 from bapipe.torch.comm.nccl import abort_nccl, nccl_group
 from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.device.allocator import keep_in_pages
+from bapipe.torch.device.dtypes import autocast_dtype
+from bapipe.torch.device.precision_modes import MixedForward, set_precision
 from bapipe.torch.health.process_exit import on_leaving
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.action_clock import clock_for
@@ -44,7 +48,7 @@ from bapipe.torch.runtime.executor import Executor, RankTrace
 from bapipe.torch.runtime.gradient_sync import MakeSums, Reducer, TiedWeights
 from bapipe.torch.runtime.microbatches import split_inputs, split_targets
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
-from bapipe.torch.runtime.plan_checks import RunnablePlan
+from bapipe.torch.runtime.plan_checks import RunnablePlan, check_precision
 from bapipe.torch.runtime.process_group import device_of, join, planned_rank
 from bapipe.torch.runtime.rank_slice import take_slice
 from bapipe.torch.runtime.rank_state import RankState
@@ -94,11 +98,16 @@ class Engine:
         self.timeout = datetime.timedelta(seconds=options.timeout)
         """how long a silent rank is waited for"""
         self.clock = clock_for(self.device, trace=options.trace)
-        self._autocast = options.autocast
+        self.precision = _precision(self.plan, options)
+        """what it trains in"""
+        check_precision(self.schedule, self.precision)
+        set_precision(self.precision, self.device)
+        autocast = options.autocast or autocast_dtype(self.precision)
+        self._mixed = None if autocast is None else MixedForward(self.device, autocast)
         self._dtypes_known = False
         with self.watch.guard():
             self._phase("capturing the model")
-            captured = planned_model(build_model, self.plan, options.seed, options.autocast)
+            captured = planned_model(build_model, self.plan, options.seed, self.precision, autocast)
             self._phase(f"building {_named_stages(self.stages)} on {self.device}")
             users = stage_parameters(captured, self.plan)
             self.programs = self._make_programs(options.compile)
@@ -175,9 +184,7 @@ class Engine:
         return CompiledWeighing(loss_fn, self.own.loss, warns=warns, programs=self.programs)
 
     def _casting(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self._autocast)
+        return contextlib.nullcontext() if self._mixed is None else self._mixed.forward()
 
     def _make_runners(self) -> dict[int, StageRunner]:
         last = self.schedule.num_stages - 1
@@ -193,6 +200,7 @@ class Engine:
                 split=index in split,
                 loss=self.loss if index == last else None,
                 output=self.own.output if index == last else None,
+                mixed=self._mixed,
             )
             for index, modules in self.own.stages.items()
         }
@@ -233,13 +241,13 @@ class Engine:
         """One global batch through the executor; what this rank did, if that is traced."""
         leaves, targets = batch
         self.loss.begin()
-        if self._autocast is None:
+        if self._mixed is None:
             return self.executor.run(self.steps, inputs=leaves, targets=targets, training=training)
         for runner in self.runners.values():
             if runner.stage < self.schedule.num_stages - 1:
                 message = self.own.message(runner.stage, self.sizes[0], True)
                 runner.sent_dtypes = tuple(about.dtype for about in message)
-        with self._casting():
+        with self._mixed.batch():
             trace = self.executor.run(self.steps, inputs=leaves, targets=targets, training=training)
         self._agree_on_dtypes()
         return trace
@@ -288,6 +296,21 @@ class Engine:
                 for buffer, value in written:
                     buffer.copy_(value)
             return self.summed_loss(divide=False)
+
+
+def _precision(plan: Plan, options: PipelineOptions) -> Precision:
+    """What is asked for, else what the plan is for."""
+    planned = plan.precision
+    if options.precision is None:
+        return planned
+    wanted = find_precision(options.precision)
+    if wanted != planned:
+        _logger.warning(
+            "the plan is for %s and this trains in %s: its times and memory are not this training's",
+            planned.word,
+            wanted.word,
+        )
+    return wanted
 
 
 def _named_stages(stages: tuple[int, ...]) -> str:

@@ -15,6 +15,7 @@ from bapipe.torch.capturing import Stage
 from bapipe.torch.compiling.compiled_layers import CompiledLayers
 from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.device.h2d_copy import Upload
+from bapipe.torch.device.precision_modes import MixedForward
 from bapipe.torch.stage.input_boundary import Entrance
 from bapipe.torch.stage.loss import LossSum
 from bapipe.torch.stage.saved_tensors import SavedValues
@@ -22,7 +23,7 @@ from bapipe.torch.stage.split_backward import DelayedWeights, SplitBackward
 
 __all__ = ["StageRunner"]
 
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class StageRunner:
@@ -40,11 +41,13 @@ class StageRunner:
         split: bool = False,
         loss: LossSum | None = None,
         output: Callable[[Sequence[Any]], Any] | None = None,
+        mixed: MixedForward | None = None,
     ) -> None:
         """`modules` by micro-batch size, `evaluation` the same in evaluation mode; `sizes` are the micro-batches'.
 
         `split`: its backwards are done in two actions, `input_gradient` and `weight_gradient`. The last stage
-        has a `loss`, and puts together what the model returns with `output`.
+        has a `loss`, and puts together what the model returns with `output`. Forwards run under autocast where
+        they are `mixed`, in its region of a global batch.
         """
         self.stage = stage
         self.recompute = recompute
@@ -53,6 +56,11 @@ class StageRunner:
         """what is sent is converted to; None: it has the captured dtypes, as always without autocast"""
         self.made_dtypes: tuple[torch.dtype, ...] = ()
         """of what the last forward made, before it was converted"""
+        self._mixed = _NOTHING if mixed is None else mixed.forward()
+        self._casts = mixed is not None
+        """whether weights are cast"""
+        self._cast = False
+        """whether they have been, in this global batch"""
         self._upload = None if device is None else Upload(device)
         self._modules = modules
         self._evaluation = evaluation or {}
@@ -112,6 +120,7 @@ class StageRunner:
         self._inputs = inputs
         self._targets = targets
         self._weights = weights or {}
+        self._cast = False
         self.peak_in_flight = 0
 
     def end(self) -> None:
@@ -127,13 +136,22 @@ class StageRunner:
         """What goes to the next stage, detached; nothing at the last stage, which keeps its loss."""
         if self.recompute:
             self._before[microbatch] = {name: buffer.clone() for name, buffer in self._written.items()}
-            with torch.no_grad():
+            with self._without_graph():
                 made = self._run(microbatch, received, count=True)
+            self._saved.pop(microbatch, None)
             self._in_flight[microbatch] = (received, ())
         else:
             made = self._run_for_backward(microbatch, received, count=True)
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
         return () if self._loss is not None else self._sent(made)
+
+    def _without_graph(self) -> AbstractContextManager[object]:
+        """For a forward that is recomputed. The first that casts weights has a graph all the same, which is let
+        go: autocast keeps its casts for all micro-batches, and gradients go back through them."""
+        if self._casts and not self._cast:
+            self._cast = True
+            return _NOTHING
+        return torch.no_grad()
 
     def _sent(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.sent_dtypes is None:
@@ -200,14 +218,15 @@ class StageRunner:
         others = {**self._weights, **(buffers or {})}
         if self._defers and modules is None:
             self._defer(module, microbatch)
-        with self._watched(microbatch):
+        with self._watched(microbatch), self._mixed:
             made = functional_call(module, others, values) if others else module(*values)
         if self._loss is None:
             return tuple(made)
         assert self._output is not None
         target = self._targets[microbatch] if len(self._targets) else None
         leaves, tokens = (made[:-1], made[-1]) if module.stage_spec.counts_loss else (made, None)
-        return (self._loss.of(self._output(leaves), target, microbatch, count=count, tokens=tokens),)
+        with self._mixed:
+            return (self._loss.of(self._output(leaves), target, microbatch, count=count, tokens=tokens),)
 
     def _defer(self, module: Stage, microbatch: int) -> None:
         """Say where the backward of this forward is to leave its weight gradients."""

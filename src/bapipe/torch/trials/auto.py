@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapipe.analysis.calibrate import Calibrated, write_calibrated
+from bapipe.costs.optimizers import parse_optimizer
 from bapipe.costs.profile import Profile, read_profile, write_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.cluster_file import parse_cluster, read_cluster
+from bapipe.hardware.precision import DEFAULT_PRECISION, find_precision
 from bapipe.io.files import content_hash, dump_json, read_versioned, write_text
 from bapipe.models.builtin import Argument
 from bapipe.models.model_spec import model_ref
@@ -59,7 +61,10 @@ class AutoOptions:
     ranks: int | None = None
     """None: all GPUs, or all cores"""
     optimizer: str = "adam"
-    dtype: str = "fp32"
+    precision: str = DEFAULT_PRECISION
+    """fp32, tf32, bf16, fp16, bf16-mixed or fp16-mixed"""
+    dtype: str | None = None
+    """older name of `precision`"""
     device: str | None = None
     """cpu or cuda; None: what there is"""
     compiled: bool = False
@@ -70,6 +75,11 @@ class AutoOptions:
     """measure again what the folder has"""
     timeout: float = 300.0
     """seconds before a silent rank is given up"""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "precision", self.dtype)
+        parse_optimizer(self.optimizer).require_for(find_precision(self.precision))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -202,7 +212,8 @@ def _profile(
 ) -> Profile:
     path = options.folder / "profile.json"
     listed = ",".join(map(str, sizes))
-    words = ["profile", model, "--micro-batch", listed, "--optimizer", options.optimizer, "--dtype", options.dtype]
+    words = ["profile", model, "--micro-batch", listed, "--optimizer", options.optimizer]
+    words += ["--precision", options.precision]
     words += [f"--arg={key}={value}" for key, value in options.args.items()]
     words += ["--compile"] if options.compiled else []
     device = "cpu" if machine.kind == "cpu" else "cuda"
@@ -214,7 +225,7 @@ def _profile(
         same = (known.model.ref, dict(known.model.args), known.dtype, known.compiled) == (
             wanted.ref,
             dict(wanted.args),
-            options.dtype,
+            options.precision,
             options.compiled,
         )
         if same and table.optimizer == options.optimizer and {*sizes} <= {*table.microbatches, *table.not_fitting}:
@@ -225,7 +236,7 @@ def _profile(
         model,
         settings=MeasureSettings(microbatches=sizes, fresh=options.fresh),
         device=device,
-        dtype=options.dtype,
+        precision=options.precision,
         args=options.args,
         optimizer=options.optimizer,
         compile_=options.compiled,

@@ -82,7 +82,7 @@ def _run(folder: Path, options: RunOptions, code: Path) -> None:
 
 
 def _prepare(plan: Plan, options: RunOptions, code: Path) -> PreparedModel:
-    built = build_model(plan.model, folders=(code,), seed=options.seed, dtype=plan.dtype)
+    built = build_model(plan.model, folders=(code,), seed=options.seed, precision=plan.dtype)
     captured = capture(built.module, built.args, built.kwargs, check=False)
     return PreparedModel(built=built, captured=captured)
 

@@ -21,6 +21,7 @@ from bapipe.torch.verify.single_process import WholeModel, fitting
 __all__ = [
     "AloneResult",
     "Gradients",
+    "Scaled",
     "compare_gradients",
     "gradients",
     "joined",
@@ -72,6 +73,16 @@ def tolerance(dtypes: Iterable[torch.dtype], *, same_order: bool) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """How a run scaled the loss of one step."""
+
+    scale: float | None = None
+    """None: not at all"""
+    skipped: bool = False
+    """whether its gradients overflowed, and it changed no weight"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AloneResult:
     """In which way one process has trained."""
 
@@ -90,20 +101,24 @@ def train_alone(
     optimizer: torch.optim.Optimizer | None,
     before_update: Callable[[int, float], None],
     device: torch.device = _CPU,
+    autocast: torch.dtype | None = None,
+    scales: Sequence[Scaled] = (),
 ) -> AloneResult:
     """Train the whole model on one device, each global batch with one loss of all its samples and one backward.
 
     Before each update `before_update(step, loss)` is called, with the gradients in the parameters. A model that
     draws random numbers or normalises by statistics of the batch has its outputs computed in the micro-batches of
     the pipeline, and the loss is that of all outputs. Only where it also returns its loss itself, or computes in
-    16 bits, must losses of micro-batches be weighed as the pipeline weighs them.
+    16 bits, must losses of micro-batches be weighed as the pipeline weighs them. With `autocast` forwards and
+    losses are cast to it, and with `scales` losses are scaled as in the run.
     """
-    alone = _Alone(built, sizes, device)
+    alone = _Alone(built, sizes, device, autocast)
     for step, (inputs, target) in enumerate(batches):
         built.module.zero_grad(set_to_none=True)
-        loss = alone.step(inputs, target, step)
+        scaled = scales[step] if scales else Scaled()
+        loss = alone.step(inputs, target, step, scaled.scale)
         before_update(step, loss)
-        if optimizer is not None:
+        if optimizer is not None and not scaled.skipped:
             optimizer.step()
     return AloneResult(compared=alone.compared, misweighed=alone.misweighed, dtypes=alone.dtypes)
 
@@ -111,8 +126,10 @@ def train_alone(
 class _Alone:
     """One process, in the way that the model allows."""
 
-    def __init__(self, built: BuiltModel, sizes: Sequence[int], device: torch.device) -> None:
-        self._whole = WholeModel(built, sizes, device)
+    def __init__(
+        self, built: BuiltModel, sizes: Sequence[int], device: torch.device, autocast: torch.dtype | None = None
+    ) -> None:
+        self._whole = WholeModel(built, sizes, device, autocast)
         self._module, self._sizes = built.module, tuple(sizes)
         self._own_loss = built.loss is None
         self._weighing = Weighing(built.loss, self._whole.own_loss, warns=False)
@@ -122,11 +139,15 @@ class _Alone:
         self.misweighed = 0.0
         self.dtypes = self._whole.dtypes
 
-    def step(self, inputs: Any, target: Any, step: int) -> float:
+    def step(self, inputs: Any, target: Any, step: int, scale: float | None = None) -> float:
         """Gradients into the parameters; the loss."""
+        with self._whole.batch():
+            return self._step(inputs, target, step, scale)
+
+    def _step(self, inputs: Any, target: Any, step: int, scale: float | None) -> float:
         loss = self._loss(inputs, target, step)
         if loss is None:
-            return self._in_microbatches(inputs, target, step)
+            return self._in_microbatches(inputs, target, step, scale)
         if not loss.isnan():  # nothing was counted; the gradients are 0
             loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
@@ -148,13 +169,16 @@ class _Alone:
             self.compared = "microbatches"
         return None
 
-    def _in_microbatches(self, inputs: Any, target: Any, step: int) -> float:
+    def _in_microbatches(self, inputs: Any, target: Any, step: int, scale: float | None) -> float:
         leaves, targets = self._whole.split(inputs, target)
         sums, weighed = LossSum(self._weighing, self._sizes), list[Weighed]()
+        sums.scale = None if scale is None else torch.tensor(scale, device=self._whole.device)
         for index, part in enumerate(leaves):
             output, tokens = self._run(part, index, (step, index))
-            sums.of(output, targets[index], index, count=True, tokens=tokens).backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
+            with self._whole.casting():
+                loss = sums.of(output, targets[index], index, count=True, tokens=tokens)
+            loss.backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad(), self._whole.casting():
                 weighed.append(self._weighing(output, targets[index], self._sizes[index], tokens))
         totals = sums.sums()
         divisor = totals.divisor()
@@ -162,6 +186,8 @@ class _Alone:
         for parameter in self._module.parameters():
             if divisor and parameter.grad is not None:
                 parameter.grad /= divisor
+            if scale is not None and parameter.grad is not None:
+                parameter.grad /= scale
         return totals.loss / divisor if divisor else totals.loss
 
     def _run(self, leaves: list[Any], microbatch: int, position: tuple[int, int]) -> tuple[Any, Tensor | None]:
@@ -196,12 +222,15 @@ def compare_gradients(
     found: Sequence[Gradients],
     losses: Sequence[float],
     device: torch.device = _CPU,
+    autocast: torch.dtype | None = None,
+    scales: Sequence[Scaled] = (),
 ) -> CheckRecord:
     """Train alone and compare every parameter's gradient and the loss of every step with what the run `found`.
 
     A gradient that is noise, under a thousandth of the largest of all, is compared relative to that thousandth.
     The updates are made with the gradients that were found: rounding, which Adam makes large where a gradient is
-    almost 0, must not add up from step to step.
+    almost 0, must not add up from step to step. Of a step that the run skipped, because a gradient overflowed, it
+    is compared whether one overflows here too. `autocast` and `scales` are as in `train_alone`.
     """
     worst, where, worst_loss = 0.0, "", 0.0
     module = built.module
@@ -209,6 +238,10 @@ def compare_gradients(
     def before_update(step: int, total: float) -> None:
         nonlocal worst, where, worst_loss
         expected = gradients(module.named_parameters())
+        if scales and scales[step].skipped:
+            if all(bool(value.isfinite().all()) for value in expected.values()):
+                worst, where = sys.float_info.max, f"no overflow in one process, step {step}"
+            return
         scale = max(map(largest, expected.values()), default=0.0)
         unused = {name for name, value in expected.items() if name not in found[step] and not value.any()}
         missing = (expected.keys() - unused) ^ found[step].keys()
@@ -227,7 +260,14 @@ def compare_gradients(
 
     with fitting(device):
         alone = train_alone(
-            built, batches, sizes=sizes, optimizer=optimizer, before_update=before_update, device=device
+            built,
+            batches,
+            sizes=sizes,
+            optimizer=optimizer,
+            before_update=before_update,
+            device=device,
+            autocast=autocast,
+            scales=scales,
         )
     return CheckRecord(
         steps=len(batches),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.capturing.loss_graph import own_loss
 from bapipe.torch.capturing.seeded_rng import Position
 from bapipe.torch.capturing.torch_internals import argument_names, flatten, op_name, unflatten
+from bapipe.torch.device.precision_modes import MixedForward
 from bapipe.torch.inputs.build_model import BuiltModel
 from bapipe.torch.runtime.microbatches import InputSpec, split_inputs, split_targets
 
@@ -35,8 +37,12 @@ class WholeModel:
     than a CPU.
     """
 
-    def __init__(self, built: BuiltModel, sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, built: BuiltModel, sizes: Sequence[int], device: torch.device, autocast: torch.dtype | None = None
+    ) -> None:
+        """Forwards and losses are cast to the dtype of `autocast`, if any."""
         self._module, self._sizes, self._device = built.module, tuple(sizes), device
+        self._mixed = None if autocast is None else MixedForward(device, autocast)
         self._loss = built.loss
         self._captured = capture(built.module, built.args, built.kwargs, check=False)
         self._spec = InputSpec.of(self._captured)
@@ -49,9 +55,24 @@ class WholeModel:
         self.own_loss = own_loss(self._captured.program)
         """what the model returns as its loss, if anything"""
         self._random = any(stage.stage_spec.random for stage in self._stages.values())
-        self.dtypes = _gradient_dtypes(built.module, self._captured)
+        self.dtypes = _gradient_dtypes(built.module, self._captured) | ({autocast} if autocast else set())
         """that gradients are computed in"""
         self._mixes = _uses_batch_statistics(built.module, self._captured)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return self._device
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Around a global batch, for which each weight is cast once."""
+        return contextlib.nullcontext() if self._mixed is None else self._mixed.batch()
+
+    def casting(self) -> AbstractContextManager[object]:
+        """Around what is cast; without a graph, nothing that others would find there is kept."""
+        if self._mixed is None:
+            return contextlib.nullcontext()
+        return self._mixed.forward(keep=torch.is_grad_enabled())
 
     @property
     def any_size(self) -> bool:
@@ -75,7 +96,9 @@ class WholeModel:
         """The loss of all samples at once."""
         leaves, targets = self._all(inputs, target)
         args, kwargs = self._spec.call(leaves)
-        return self.loss_of(self._module(*args, **kwargs), targets)
+        with self.casting():
+            output = self._module(*args, **kwargs)
+        return self.loss_of(output, targets)
 
     def joined_loss(self, inputs: Any, target: Any, step: int) -> Tensor | None:
         """The loss of all samples, whose outputs were computed in micro-batches; None where it cannot be had so.
@@ -105,7 +128,8 @@ class WholeModel:
         try:
             with torch.no_grad():
                 whole = self.whole_loss(inputs, target)
-                return whole, [self._module(*args, **kwargs) for args, kwargs in map(self._spec.call, leaves)]
+                with self.casting():
+                    return whole, [self._module(*args, **kwargs) for args, kwargs in map(self._spec.call, leaves)]
         finally:
             self._module.train()
 
@@ -120,7 +144,8 @@ class WholeModel:
         if self._loss is None:
             scalars = (leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.ndim == 0)
             return next(leaf for leaf in scalars if leaf.is_floating_point())
-        found = self._loss(output, target)
+        with self.casting():
+            found = self._loss(output, target)
         if isinstance(found, tuple):
             return torch.as_tensor(found[0] / found[1])
         return torch.as_tensor(found).reshape(())
@@ -131,7 +156,8 @@ class WholeModel:
         """The output for a micro-batch, `weights` instead of the module's own; seeded for that position."""
         others = dict(weights or {})
         if not self._random:
-            return functional_call(self._module, others, *self._spec.call(leaves))
+            with self.casting():
+                return functional_call(self._module, others, *self._spec.call(leaves))
         return self.run_captured(leaves, microbatch, position, others)[0]
 
     def run_captured(
@@ -142,7 +168,8 @@ class WholeModel:
         stage.rng_position = position
         roots = tuple(leaves[root.index] for root in stage.stage_spec.roots)
         own = {name: tensor for name, tensor in (weights or {}).items() if name in dict(stage.named_parameters())}
-        made = functional_call(stage, own, roots)
+        with self.casting():
+            made = functional_call(stage, own, roots)
         leaves, tokens = (made[:-1], made[-1]) if stage.stage_spec.counts_loss else (made, None)
         return self._captured.output(leaves), tokens
 

@@ -276,6 +276,7 @@ def _stage(problem: Problem, choice: Choice, accelerators: int) -> PartitionStag
         backward += forward
     needed = HeldBytes(
         weights=int(problem.weights_bytes[span].sum()),
+        casts=0,
         saved_activations=int(problem.saved_bytes[span].sum()),
         delayed=0,
         kept=int(problem.input_bytes[choice.first_layer]),

@@ -19,7 +19,7 @@ CUTS = {"mlp": (2,), "blocks": (3,), "convolutions": (1,)}
 
 @pytest.fixture
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder for what inductor compiles, in this process: to start others takes longer than these few kernels."""
+    """A folder for what inductor compiles, in this process: to start others takes longer than a few kernels."""
     from torch._inductor import config
 
     with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1):

@@ -77,6 +77,14 @@ class Examples:
         args, kwargs = unflatten(leaves, self.spec)
         return args, kwargs
 
+    def on(self, device: torch.device) -> Examples:
+        """The same with its tensors on another device."""
+        moved = (
+            leaf.detach().to(device).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in self.leaves
+        )
+        return replace(self, leaves=tuple(moved))
+
     def resized(self, batch: int) -> Examples:
         """The same with so many samples: the first ones, or all over again."""
         leaves = list(self.leaves)

@@ -117,13 +117,15 @@ def run_stages(
     position: Position | None = None,
     isolate: bool = False,
     loss: Scalar = scalar_of,
+    device: torch.device | None = None,
 ) -> Result:
     """Forward and backward through stages that see only what crosses their cuts.
 
     `cuts` are the layers at which a new stage begins. Values cross as detached, contiguous copies, errors
     likewise; what comes without a gradient travels back as zeros. With `position` = (step, micro-batch) random
     nodes are seeded one by one, else the generator runs on from `seed` as it would in eager. With `isolate` every
-    stage has copies of its parameters and gradients of tied ones are summed; costs their memory.
+    stage has copies of its parameters and gradients of tied ones are summed; costs their memory. `device` is where
+    module and inputs are, if not on the CPU.
     """
     bounds = [0, *cuts, len(captured.layers)]
     if any(low >= high for low, high in itertools.pairwise(bounds)):
@@ -131,7 +133,9 @@ def run_stages(
             f"cuts must increase from 1 to {len(captured.layers) - 1}, got {list(cuts)}; "
             "name layers that begin a stage"
         )
-    stages = [captured.stage(low, high - 1) for low, high in itertools.pairwise(bounds)]
+    stages = [captured.stage(low, high - 1, device=device) for low, high in itertools.pairwise(bounds)]
+    if device is not None:
+        stages = [stage.to(device) for stage in stages]
     if isolate:
         stages = [copy.deepcopy(stage) for stage in stages]
     leaves = captured.input_leaves(_own(tuple(args)), _own(kwargs or {}))

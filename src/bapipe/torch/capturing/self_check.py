@@ -20,14 +20,17 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
 _SAMPLES = 2
 
 
-def self_check(captured: Captured, examples: Examples) -> float:
+def self_check(captured: Captured, examples: Examples, device: torch.device | None = None) -> float:
     """Loss, outputs, buffers and every gradient against eager, each layer a stage of its own.
 
     Returns the largest relative difference. Raises BaPipeError naming layer and tensor where it is over the
     tolerance of the coarsest dtype. Costs two forwards and backwards of at most two samples (of the whole example
-    where the batch is not free) and the memory of two sets of gradients.
+    where the batch is not free) and the memory of two sets of gradients. `device` is where the module is, if not
+    the CPU.
     """
     small = examples.resized(min(_SAMPLES, examples.batch)) if captured.dynamic else examples
+    if device is not None:
+        small = small.on(device)
     args, kwargs = small.tree()
     try:
         expected = run_eager(captured.module, args, kwargs)
@@ -39,7 +42,7 @@ def self_check(captured: Captured, examples: Examples) -> float:
             f"{first_line(error)}; correct the model or the example inputs"
         ) from error
     try:
-        found = run_stages(captured, range(1, len(captured.layers)), args, kwargs)
+        found = run_stages(captured, range(1, len(captured.layers)), args, kwargs, device=device)
     except Exception as error:
         raise BaPipeError(
             f"the layers captured of {type(captured.module).__name__} do not run: {first_line(error)}; "

@@ -13,6 +13,7 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import Precision
 from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.capturing.layer_signature import layer_signatures
+from bapipe.torch.capturing.self_check import self_check
 from bapipe.torch.capturing.torch_internals import flatten, flatten_recurrent, unflatten
 from bapipe.torch.compiling.compiled_layers import CompiledLayers, CompiledPrograms, StageLayers
 from bapipe.torch.compiling.layer_program import DeferredGradients
@@ -305,6 +306,21 @@ def _one_after_another(pieces: Sequence[RunnableLayer]) -> RunnableLayer:
     )
 
 
+def _check_there(captured: Captured, device: torch.device) -> None:
+    """Compare the capture with eager on the device, which is much faster than the CPU, unless it does not fit
+    there."""
+    try:
+        captured.module.to(device)
+        self_check(captured, captured.examples, device)
+    except BaPipeError as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        captured.module.to("cpu")
+        torch.cuda.empty_cache()
+        self_check(captured, captured.examples)
+    captured.module.zero_grad(set_to_none=True)
+
+
 def chain_of(
     module: nn.Module,
     args: Sequence[Any],
@@ -317,7 +333,8 @@ def chain_of(
     """The layers of a module to measure, on the device and in the precision; the module itself is moved there.
 
     Layers of mixed precision are run in its region of a global batch (`LayerSequence.mixed`). With `programs` they
-    run compiled. The capture is made and checked on the CPU. Of blocks that compute the same two are measured.
+    run compiled. The capture is made on the CPU and checked on the device. Of blocks that compute the same two are
+    measured.
     """
     dtype, autocast = weights_dtype(precision), autocast_dtype(precision)
     mixed = None if autocast is None else MixedLayers(MixedForward(device, autocast))
@@ -325,7 +342,10 @@ def chain_of(
     cpu = torch.device("cpu")
     leaves, spec = flatten((tuple(args), dict(kwargs)))
     own_args, own_kwargs = unflatten([on_device(leaf, cpu, dtype) for leaf in leaves], spec)
-    captured = capture(module, own_args, own_kwargs)
+    on_gpu = device.type == "cuda"
+    captured = capture(module, own_args, own_kwargs, check=not on_gpu)
+    if on_gpu:
+        _check_there(captured, device)
     chain = CapturedLayers(captured, device=device, dtype=dtype, mixed=mixed, programs=programs)
     signatures = layer_signatures(captured.program, captured.groups)
     kept = kept_layers(signatures)

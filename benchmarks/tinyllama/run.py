@@ -1,0 +1,213 @@
+"""TinyLlama's shape on four slices of one GPU: our plans, by NCCL and by our own transport, beside torch's schedules.
+
+    python benchmarks/tinyllama/run.py --folder WORK --budget 500      on a GPU; goes on where it stopped
+    python benchmarks/tinyllama/run.py --folder WORK --tiny            a rehearsal on two CPU ranks
+
+Every row trains the same blocks with the same global batch (16 micro-batches of 4), Adam (fused) and 16 GB per slice.
+README.md says what the columns are. A row that fails is a row, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bapipe.io.files import write_text
+from bapipe.records.plan import read_plan
+from bapipe.records.run_record import read_run
+from bapipe.torch.profiler.detect_machine import cluster_text, detect
+from bapipe.torch.profiler.measure_links import measure_links
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SIZE, COUNT, STEPS = 4, 16, 7
+SEQUENCES = {"bf16": 1024, "fp32": 256}
+ROWS = [
+    "ours bf16 compiled nccl",
+    "torch bf16 compiled Schedule1F1B",
+    "ours bf16 compiled auto",
+    "torch bf16 compiled Schedule1F1B ourcut",
+    "ours fp32 compiled nccl",
+    "torch fp32 eager ScheduleZBVZeroBubble",
+    "torch fp32 compiled Schedule1F1B",
+    "torch fp32 eager ScheduleInterleavedZeroBubble",
+    "ours fp32 compiled auto",
+    "torch bf16 eager ScheduleZBVZeroBubble",
+    "ours bf16 eager nccl",
+    "ours bf16-mixed compiled auto",
+]
+"""in the order in which they are worth their time"""
+LEAST = 45
+"""seconds left without which no row is begun"""
+
+
+class Work:
+    """The folder of one machine, with what is known already."""
+
+    def __init__(self, folder: Path, tiny: bool, budget: float) -> None:
+        self.folder, self.tiny = folder, tiny
+        self.device = "cpu" if tiny else "cuda"
+        self.ranks = 2 if tiny else 4
+        self.end = time.monotonic() + budget
+        folder.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join([str(ROOT / "src"), str(HERE), os.environ.get("PYTHONPATH", "")])
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def run(self, *command: str) -> None:
+        """Run to the end, within the time left; what it said goes to the log."""
+        print(f"[{self.left:5.0f} s left] {' '.join(command)}"[:300], flush=True)
+        begun = time.monotonic()
+        with (self.folder / "log.txt").open("a") as log:
+            print("$", *command, file=log, flush=True)
+            process = subprocess.Popen(
+                command, env=self.environment, cwd=HERE, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                code = process.wait(timeout=max(1.0, self.left))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                raise RuntimeError("no time left") from None
+        print(f"    {time.monotonic() - begun:.0f} s, exit {code}", flush=True)
+        if code:
+            tail = (self.folder / "log.txt").read_text().splitlines()
+            said = [line for line in tail if "Error" in line or line.startswith("bapipe: ")]
+            raise RuntimeError((said or tail)[-1][:300])
+
+    def bapipe(self, *words: str) -> None:
+        self.run(sys.executable, "-m", "bapipe", *words)
+
+    def cluster(self, transport: str) -> Path:
+        """The cluster file with links as that transport has them."""
+        path = self.folder / f"cluster-{transport}.toml"
+        if not path.exists():
+            name = "auto" if self.tiny else transport
+            links = measure_links(self.ranks, transport=name, device=self.device, largest=2**24, seconds=0.04)
+            write_text(path, cluster_text(detect(ranks=self.ranks, device=self.device), links))
+            print(f"[{self.left:5.0f} s left] {links.reason}", flush=True)
+        return path
+
+    def profile(self, precision: str, compiled: bool) -> Path:
+        path = self.folder / f"profile-{precision}-{'compiled' if compiled else 'eager'}.json"
+        if not path.exists():
+            words = ["profile", "model:build", *self.arguments(precision), "--precision", precision]
+            words += ["--micro-batch", str(SIZE), "--optimizer", "adam", "--device", self.device]
+            words += ["--optimizer-arg", "fused=true"]
+            self.bapipe(*words, *(["--compile"] if compiled else []), "-o", str(path))
+        return path
+
+    def arguments(self, precision: str) -> list[str]:
+        sequence = 16 if self.tiny else SEQUENCES[precision.partition("-")[0]]
+        return ["--arg", f"sequence={sequence}", *(["--arg", "tiny=true"] if self.tiny else [])]
+
+    def ours(self, precision: str, how: str, transport: str) -> dict[str, Any]:
+        profile = self.profile(precision, how == "compiled")
+        plan_file = self.folder / f"plan-{precision}-{how}-{transport}.json"
+        words = ["plan", str(profile), "--cluster", str(self.cluster(transport)), "--out", str(plan_file)]
+        self.bapipe(*words, "--global-batch", str(SIZE * COUNT), "--micro-batch", str(SIZE))
+        run_file = self.folder / f"run-{precision}-{how}-{transport}.json"
+        given = ["--transport", "auto" if self.tiny else transport, "--steps", str(STEPS), "--out", str(run_file)]
+        self.bapipe("run", str(plan_file), *given, "--learning-rate", "1e-4")
+        plan, run = read_plan(plan_file), read_run(run_file)
+        seconds = [step.seconds for step in run.steps]
+        return {
+            "schedule": plan.schedule.name,
+            "stages": [f"{stage.first_layer}-{stage.last_layer}" for stage in plan.stages],
+            "cuts": ",".join(str(_block(stage.layers[0])) for stage in plan.stages[1:]),
+            "samples_per_second": plan.minibatch / median(seconds[2:]),
+            "predicted": plan.minibatch / plan.prediction.time,
+            "seconds": seconds,
+            "losses": [step.loss for step in run.steps],
+            "transport": run.environment.transport,
+            "peaks": [rank.memory for rank in run.ranks] if hasattr(run, "ranks") else None,
+        }
+
+    def torch(self, dtype: str, how: str, schedule: str, cuts: str | None) -> dict[str, Any]:
+        out = self.folder / "peer.json"
+        out.unlink(missing_ok=True)
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(self.ranks),
+        ]
+        words += [str(HERE / "peer.py"), str(out), "--schedule", schedule, "--dtype", dtype, "--steps", str(STEPS)]
+        words += ["--sequence", "16" if self.tiny else str(SEQUENCES[dtype]), "--device", self.device]
+        words += ["--microbatches", str(COUNT), "--size", str(SIZE)]
+        words += [*(["--compile"] if how == "compiled" else []), *(["--tiny"] if self.tiny else [])]
+        self.run(*words, *(["--cuts", cuts] if cuts else []))
+        return {"schedule": schedule, "transport": "nccl", **json.loads(out.read_text())}
+
+    def row(self, name: str, known: dict[str, Any]) -> dict[str, Any]:
+        engine, precision, how, *rest = name.split()
+        if engine == "ours":
+            return self.ours(precision, how, rest[0])
+        if rest[0] != rest[-1]:
+            best = known.get(f"ours {precision} compiled nccl", {})
+            if "cuts" not in best or len(best["stages"]) != self.ranks:
+                raise RuntimeError("our plan has no cut that torch's stages can have")
+            return self.torch(precision, how, rest[0], best["cuts"])
+        return self.torch(precision, how, rest[0], None)
+
+
+def _block(layer: str) -> int:
+    """The block that a stage begins with, or the next one where it begins in the middle of one."""
+    words = layer.split(".")
+    if "layers" not in words:
+        return 0
+    number = int(words[words.index("layers") + 1])
+    return number if "self_attn" in layer or "input_layernorm" in layer else number + 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rows", help="only those whose names have this in them")
+    given = parser.parse_args()
+    work = Work(given.folder, given.tiny, given.budget)
+    result = given.folder / "result.json"
+    known: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    if not given.tiny:
+        work.bapipe("slices", "start", "--count", str(work.ranks), "--memory", "16GB")
+    try:
+        for name in ROWS:
+            if name in known or (given.rows and given.rows not in name):
+                continue
+            if work.left < LEAST:
+                print(f"{name}: no time left", flush=True)
+                break
+            try:
+                known[name] = work.row(name, known)
+                print(f"{name}: {known[name]['samples_per_second']:.1f} samples/s", flush=True)
+            except (RuntimeError, OSError) as error:
+                print(f"{name}: {error}", flush=True)
+                if "no time left" in str(error):
+                    break
+                known[name] = {"error": str(error)[:300]}
+            result.write_text(json.dumps(known, indent=1) + "\n")
+    finally:
+        if not given.tiny:
+            subprocess.run([sys.executable, "-m", "bapipe", "slices", "stop"], env=work.environment, check=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -162,6 +162,7 @@ def profile(
     optimizer: str = "sgd",
     accelerator: str | None = None,
     threads: int = 1,
+    compiled: bool = False,
 ) -> Profile:
     """Measure what every layer of a model costs on a device of this machine. Imports torch.
 
@@ -169,7 +170,8 @@ def profile(
     model or of a `package.module:function`, with that function's arguments in `kwargs`. The costs are filed under
     `accelerator`, by default the catalogue's name of the device; a cluster must have accelerators of that type.
     `precision` is fp32, tf32, bf16, fp16, bf16-mixed or fp16-mixed: layers are measured as a run executes them in
-    it, and plans made from the profile train in it. `threads` are those of a CPU rank.
+    it, and plans made from the profile train in it. `threads` are those of a CPU rank. `compiled`: layers are
+    measured as torch.compile makes them, and plans made from the profile run them so.
     """
     from bapipe.models.layers import ModelRef
     from bapipe.torch.profiler import MeasureSettings, profile_model, profile_module
@@ -182,6 +184,7 @@ def profile(
         "optimizer": optimizer,
         "accelerator": accelerator,
         "threads": threads if device == "cpu" else None,
+        "compile_": compiled,
     }
     if isinstance(model, str):
         return profile_model(model, args=dict(kwargs or {}), **common).profile

@@ -25,7 +25,7 @@ def cluster_of(count: int, gigabytes: float):
     return with_link_bandwidth(read_cluster(f"{count}xv100"), gigabytes * 1e9)
 
 
-@pytest.mark.parametrize("count", [2, 4, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, 4, *(pytest.param(count, marks=pytest.mark.slow) for count in (8, 16))])
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "gnmt"])
 def test_no_baseline_is_faster_by_the_same_simulator(name: str, count: int) -> None:
     profile = profile_of(name)

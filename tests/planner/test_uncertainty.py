@@ -16,6 +16,7 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
 from bapipe.planner.evaluate import evaluate
+from bapipe.planner.order_search import orders_under, takes_orders
 from bapipe.planner.outlook import complexity, least_regret
 from bapipe.planner.scenarios import Errors, draw_scenarios, known_errors
 from bapipe.records.plan import read_plan, write_plan
@@ -102,6 +103,31 @@ def test_other_candidates_of_a_family_are_weighed_too(knowing: Exploration) -> N
     assert knowing.outlook is not None
     cuts = {own.candidate.stages for own in knowing.outlook.evaluations if own.candidate.schedule.name == "zb"}
     assert len(cuts) > 1
+
+
+def test_orders_made_for_other_times_are_weighed_too(knowing: Exploration) -> None:
+    """The same stages in several zero-bubble orders; each is a plan of its own for the race."""
+    assert knowing.outlook is not None
+    orders: dict[object, set[tuple[bytes, ...]]] = {}
+    for own in knowing.outlook.evaluations:
+        candidate = own.candidate
+        if candidate.schedule.name == "zb":
+            lanes = tuple(lane.kinds.tobytes() + lane.microbatches.tobytes() for lane in candidate.schedule.lanes)
+            orders.setdefault((candidate.chain.microbatch, candidate.stages), set()).add(lanes)
+    assert max(map(len, orders.values())) > 1
+
+
+def test_an_order_for_other_times_keeps_the_predicted_ones(knowing: Exploration) -> None:
+    """It is made for a slow link, and timed by the links that were measured."""
+    start = next(own for own in knowing.considered if takes_orders(own, knowing.tuning))
+    candidate, hardware = start.candidate, knowing.hardware
+    slower = replace(hardware.cluster.within, bandwidth=hardware.cluster.within.bandwidth / 20)
+    changed = replace(hardware, cluster=replace(hardware.cluster, within=slower))
+    made = list(orders_under(candidate, hardware, [(candidate.chain, changed)], knowing.tuning))
+    assert all(own.chain is candidate.chain and own.stages == candidate.stages for own in made)
+    usual, other = evaluate(made[0], hardware).time, evaluate(made[-1], hardware).time
+    assert usual <= other * (1 + 1e-9)
+    assert evaluate(made[-1], changed).time <= evaluate(made[0], changed).time * (1 + 1e-9)
 
 
 def test_the_range_lies_around_the_time_and_is_written_and_read(knowing: Exploration, tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ CUTS = {"mlp": (2,), "blocks": (3,), "convolutions": (1,)}
 
 @pytest.fixture
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder for what inductor compiles, which is as good as none at first."""
-    with pytest.MonkeyPatch.context() as patch:
+    """A folder for what inductor compiles, in this process: to start others takes longer than a few kernels."""
+    from torch._inductor import config
+
+    with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
         yield
 

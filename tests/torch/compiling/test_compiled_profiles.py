@@ -163,3 +163,25 @@ def test_a_rank_that_compiles_nothing_says_so(
     with Pipeline(build, one_rank(compiled=True), functional.mse_loss):
         pass
     assert "rank 0 compiles no layer and runs all as captured: NotImplementedError: no kernel" in caplog.text
+
+
+@pytest.mark.usefixtures("group")
+def test_under_autocast_the_casts_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_engine, "CompiledPrograms", GRAPHS)
+    torch.manual_seed(1)
+    inputs, targets = torch.rand(8, 6), torch.rand(8, 4)
+
+    def single() -> tuple[nn.Module, tuple[Tensor], dict[str, object]]:
+        return build()[0].float(), (torch.rand(4, 6),), {}
+
+    found = []
+    for compiled in (False, True):
+        plan = replace(one_rank(compiled=compiled), dtype="fp32")
+        with Pipeline(single, plan, functional.mse_loss, autocast=torch.bfloat16) as pipe:
+            losses = [pipe.step(inputs, targets) for _ in range(2)]
+            assert pipe.engine.programs is None or not pipe.engine.programs.failed
+        found.append((losses, [item.grad for item in pipe.parameters()]))
+    (losses, gradients), (ours, compiled_gradients) = found
+    assert ours == pytest.approx(losses, rel=1e-6)
+    assert all(item is not None and item.dtype == torch.float32 for item in compiled_gradients)
+    torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-5, atol=1e-6)

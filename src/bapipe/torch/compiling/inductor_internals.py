@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from bapipe.errors import BaPipeError
 
-__all__ = ["Backend", "BackwardGraph", "Boxed", "Lowered", "check_compiler", "lower"]
+__all__ = ["Backend", "BackwardGraph", "Boxed", "CompiledJoint", "check_compiler", "lower"]
 
 Backend = Literal["inductor", "graph"]
 """inductor makes kernels; graph runs the same graphs operation by operation, for tests"""
@@ -42,7 +42,7 @@ class BackwardGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lowered:
+class CompiledJoint:
     """A function, traced with its backward and compiled."""
 
     forward: Boxed
@@ -62,7 +62,7 @@ def lower(
     results: int,
     on_backward: Callable[[BackwardGraph], Any],
     backend: Backend = "inductor",
-) -> Lowered:
+) -> CompiledJoint:
     """Trace a function without side effects with its backward, partition both and compile the forward.
 
     Shapes, strides, dtypes and which inputs require a gradient are those of the examples; autocast is as it is.
@@ -80,7 +80,7 @@ def _lower(
     results: int,
     on_backward: Callable[[BackwardGraph], Any],
     backend: Backend,
-) -> Lowered:
+) -> CompiledJoint:
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -125,7 +125,7 @@ def _lower(
     saved = found.get("saved", 0)
     if found["outputs"] - saved != results:
         raise BaPipeError("its outputs share memory")
-    return Lowered(
+    return CompiledJoint(
         forward=_unboxed(found["forward"]),
         results=results,
         backward=found.get("backward"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bapipe.torch.compiling.backward_split import SplitGraphs, split_backward_graph
-from bapipe.torch.compiling.inductor_internals import Backend, BackwardGraph, Boxed, Lowered, lower
+from bapipe.torch.compiling.inductor_internals import Backend, BackwardGraph, Boxed, CompiledJoint, lower
 
 __all__ = ["BackwardKinds", "DeferredGradients", "LayerFunction", "LayerProgram", "compile_layer"]
 
@@ -90,7 +90,7 @@ class LayerProgram:
     def __init__(
         self,
         function: LayerFunction,
-        lowered: Lowered,
+        lowered: CompiledJoint,
         differentiable: Sequence[bool],
     ) -> None:
         """`differentiable`: which outputs have a gradient."""

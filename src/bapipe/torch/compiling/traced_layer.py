@@ -16,7 +16,7 @@ from bapipe.torch.capturing.seeded_rng import seed_node, seed_whole
 from bapipe.torch.capturing.torch_internals import op_name, operator_use
 from bapipe.torch.compiling.seeded_dropout import seeded_dropout
 
-__all__ = ["Result", "TracedLayer"]
+__all__ = ["LayerResult", "TracedLayer"]
 
 _RECURRENT = frozenset(f"aten.{name}" for name in ("gru", "lstm", "rnn_relu", "rnn_tanh")) | {
     op_name(function) for function in (lstm_direction, lstm_steps)
@@ -26,7 +26,7 @@ _RUNNING_STATISTICS = frozenset({"aten.batch_norm", "aten.instance_norm", "aten.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class LayerResult:
     """Where one of the layer's results comes from."""
 
     passed: int | None = None
@@ -154,10 +154,10 @@ def _is_written(node: fx.Node) -> bool:
     return False
 
 
-def _result(item: Any) -> Result:
+def _result(item: Any) -> LayerResult:
     """A value that is received and goes on may be turned on its way in and back on its way out."""
     if not isinstance(item, fx.Node):
-        return Result(constant=item)
+        return LayerResult(constant=item)
     source: Any = item
     order: Sequence[int] | None = None
     while source.op == "call_function" and source.target is torch.permute:
@@ -165,6 +165,6 @@ def _result(item: Any) -> Result:
         order = inner if order is None else [inner[dim] for dim in order]
     turned = order is not None and list(order) != list(range(len(order)))
     if source.op != "placeholder" or turned:
-        return Result(computed=True)
+        return LayerResult(computed=True)
     places = [node for node in source.graph.nodes if node.op == "placeholder"]
-    return Result(passed=places.index(source) - 1)
+    return LayerResult(passed=places.index(source) - 1)

@@ -1,4 +1,4 @@
-"""One rank of torch.distributed.pipelining on the same blocks: its own schedules, by NCCL, a stage compiled or not.
+"""One rank of torch.distributed.pipelining on the same blocks: its schedules, by NCCL, stages compiled or not.
 
 torchrun starts it; rank 0 writes what it took.
 """
@@ -48,7 +48,7 @@ class Part(nn.Module):
 
 
 def bounds(cuts: str | None, blocks: int, stages: int) -> list[int]:
-    """Where stages begin, in blocks; equal ones where no cuts are given, the last of which has the head besides."""
+    """Where stages begin, in blocks; without cuts equal ones, the last of which has the head besides."""
     if cuts:
         return [0, *(int(item) for item in cuts.split(",")), blocks]
     return [round(blocks * index / stages) for index in range(stages + 1)]

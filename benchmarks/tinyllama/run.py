@@ -1,9 +1,9 @@
-"""TinyLlama's shape on four slices of one GPU: our plans, by NCCL and by our own transport, beside torch's schedules.
+"""TinyLlama's shape on four slices of one GPU: our plans, by NCCL and as they choose, beside torch's schedules.
 
     python benchmarks/tinyllama/run.py --folder WORK --budget 500      on a GPU; goes on where it stopped
     python benchmarks/tinyllama/run.py --folder WORK --tiny            a rehearsal on two CPU ranks
 
-Every row trains the same blocks with the same global batch (16 micro-batches of 4), Adam (fused) and 16 GB per slice.
+Every row trains the same blocks with the same global batch (16 micro-batches of 4), fused Adam and 16 GB a slice.
 README.md says what the columns are. A row that fails is a row, too.
 """
 

@@ -1,0 +1,73 @@
+"""What any choice before a run must lose, under 100 truths of each profile, by several rules: writes limits.json.
+
+python benchmarks/uncertainty/limits.py    40 profiles that run.py does not have, a minute
+
+Regret is counted against the fastest of the candidates that were weighed: a better one that is not among them is
+not seen. The scenarios that a choice goes by and the truths are drawn apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from run import HERE, LAYER_ERROR, LINK_ERROR, random_case
+
+from bapipe.planner import Request, explore
+from bapipe.planner.scenarios import draw_scenarios
+
+FIRST = 6000
+"""seed of the first profile; run.py begins at 0"""
+TRUTHS = 100
+Rule = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+RULES: dict[str, Rule] = {
+    "least mean regret": lambda regret: regret.mean(axis=1),
+    "least root mean square": lambda regret: np.sqrt(np.square(regret).mean(axis=1)),
+    "least mean and a fifth of the 95th percentile": lambda regret: (
+        regret.mean(axis=1) + 0.2 * np.percentile(regret, 95, axis=1)
+    ),
+    "least 95th percentile": lambda regret: np.percentile(regret, 95, axis=1),
+    "as the planner chooses": lambda regret: (
+        np.arange(len(regret)) - 1.0 * len(regret) * (np.arange(len(regret)) == 0)
+    ),
+}
+"""by the candidates' regrets in the scenarios, the planner's choice first; the smallest value is taken"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profiles", type=int, default=40)
+    parser.add_argument("--out", default=str(HERE / "limits.json"))
+    options = parser.parse_args()
+    found: dict[str, list[NDArray[np.float64]]] = {name: [] for name in RULES}
+    for seed in range(FIRST, FIRST + options.profiles):
+        case = random_case(seed)
+        request = Request(minibatch=case.minibatch, layer_error=LAYER_ERROR, link_error=LINK_ERROR)
+        explored = explore(case.profile, case.cluster, request)
+        outlook = explored.outlook
+        assert outlook is not None
+        known = outlook.times / outlook.times.min(axis=0) - 1
+        truths = draw_scenarios(outlook.errors, len(case.profile.layers), TRUTHS, seed=99)
+        times = truths.times(outlook.evaluations, explored.hardware)
+        regret = times / times.min(axis=0) - 1
+        for name, rule in RULES.items():
+            found[name].append(regret[int(rule(known).argmin())])
+    rows = {}
+    for name, parts in found.items():
+        values = np.concatenate(parts)
+        rows[name] = {
+            "mean": float(values.mean()),
+            "percentile_95": float(np.percentile(values, 95)),
+            "worst": float(values.max()),
+        }
+    result = {"profiles": options.profiles, "truths": TRUTHS, "rules": rows}
+    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -68,7 +68,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         "gnmt-8",
         settings=MeasureSettings(microbatches=(2,), folder=tmp_path_factory.mktemp("cache"), seconds=0.01),
         device="cpu",
-        dtype="fp64",
+        precision="fp64",
         args={"hidden": 64, "vocabulary": 512, "sequence": 12, "with_loss": True},
     ).profile
     (table,) = found.accelerators.values()

@@ -62,6 +62,13 @@ def test_latency_and_bandwidth_are_found_again() -> None:
     assert rate == pytest.approx(1e9, rel=1e-3)
 
 
+def test_messages_that_all_take_as_long_have_a_rate_from_below() -> None:
+    """As between slices of one GPU: a rate that follows from the least message would be bytes per millisecond."""
+    latency, rate = fit([sample(8, 1.05e-3), sample(MIB, 1.0e-3), sample(16 * MIB, 1.02e-3)])
+    assert latency == pytest.approx(1.05e-3)
+    assert rate == pytest.approx(16 * MIB / 1.02e-3)
+
+
 def test_both_directions_at_once_tell_the_duplex() -> None:
     links = links_of(MEASURED)
     assert (links[0, 1].duplex, links[1, 2].duplex) == ("full", "half")

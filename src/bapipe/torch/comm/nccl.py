@@ -46,8 +46,10 @@ _SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""torch's own watchdog of NCCL ends the process and names neither rank nor action; the runtime has its own"""
+"""torch's own watchdog of NCCL ends the process and names neither rank nor action; the runtime has its own. Its
+warning is about several channels in one group, and here each has its own."""
 _made: list[dist.ProcessGroup] = []
 """all groups of this process that are not given back"""
 

@@ -75,7 +75,8 @@ def fit(samples: Sequence[LinkSample]) -> tuple[float, float]:
     """(latency, bandwidth) of time = latency + bytes / bandwidth.
 
     Latency is the least message's time; bandwidth the slope from there to the messages of at least a mebibyte,
-    each weighed alike, or to the largest where none is that large.
+    each weighed alike, or to the largest where none is that large. Where the larger ones take no longer than the
+    least, as they may between slices of one GPU, the largest one's rate is a bound from below, and is taken.
     """
     ordered = sorted(samples, key=lambda item: item.nbytes)
     base = ordered[0]
@@ -86,8 +87,8 @@ def fit(samples: Sequence[LinkSample]) -> tuple[float, float]:
         if item.nbytes > base.nbytes
     ]
     mean = sum(slopes) / len(slopes) if slopes else 0.0
-    fastest = base.seconds.median / max(1, base.nbytes)
-    return base.seconds.median, 1 / (mean if mean > 0 else fastest)
+    bound = ordered[-1].seconds.median / max(1, ordered[-1].nbytes)
+    return base.seconds.median, 1 / (mean if mean > 0 else bound)
 
 
 def links_of(measured: LinkMeasurement) -> dict[tuple[int, int], Link]:

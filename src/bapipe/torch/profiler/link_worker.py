@@ -61,12 +61,12 @@ def _message(nbytes: int) -> Message:
     return (TensorShape(shape=(nbytes,), dtype=torch.uint8),)
 
 
-def _channels(world: int) -> dict[P2PChannel, Message]:
-    """Between neighbours, there and back."""
+def _channels(world: int, largest: int) -> dict[P2PChannel, Message]:
+    """Between neighbours, there and back, with the largest message."""
     found = {}
     for rank in range(world - 1):
         onward = P2PChannel(boundary=rank, onward=True, from_rank=rank, to_rank=rank + 1)
-        found[onward] = found[onward.reverse] = _message(_SIZES[-1])
+        found[onward] = found[onward.reverse] = _message(largest)
     return found
 
 
@@ -214,16 +214,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = _device(options.device)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     world = dist.get_world_size()
+    sizes = [size for size in _SIZES if size <= options.largest]
     try:
-        connection = connect(options.transport, device=device, channels=_channels(world), timeout=120.0)
+        connection = connect(options.transport, device=device, channels=_channels(world, sizes[-1]), timeout=120.0)
     except BaPipeError as error:
         if dist.get_rank() == 0:
             print(f"BaPipeError: {error}", file=sys.stderr)
         return 2
     here = _Here(rank=dist.get_rank(), device=device, transport=connection.transport, seconds=options.seconds)
-    sizes = [size for size in _SIZES if size <= options.largest]
     large = sizes[-3::2]
-    onward = [channel for channel in _channels(world) if channel.onward]
+    onward = [channel for channel in _channels(world, sizes[-1]) if channel.onward]
     samples: list[LinkSample] = []
     for channel in onward:
         for size in sizes:

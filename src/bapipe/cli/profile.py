@@ -79,6 +79,7 @@ __all__ = [
     show_default=True,
     help="For --links: what carries messages; auto is what a run would take.",
 )
+@click.option("--backend", type=click.Choice(["gloo", "nccl"]), hidden=True)  # older name of --transport
 def profile_command(model: str | None, **options: Any) -> None:
     """Measure what every layer of MODEL costs on a device of this machine.
 
@@ -256,7 +257,7 @@ def _links(options: dict[str, Any]) -> None:
     if device not in ("cpu", "cuda"):
         raise BaPipeError(f"a device is cpu or cuda, got '{device[:60]}'")
     ranks = options["ranks"] or (max(2, detect(device=device).count) if device == "cuda" else 2)
-    measured = measure_links(ranks, transport=options["transport"], device=device)
+    measured = measure_links(ranks, transport=options["backend"] or options["transport"], device=device)
     text = cluster_text(detect(ranks=ranks, threads=options["threads"], device=device), measured)
     if options["out"]:
         write_text(options["out"], text)

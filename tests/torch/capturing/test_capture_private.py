@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,26 +13,10 @@ from torch import nn
 import bapipe.torch.capturing
 from bapipe.torch.capturing import capture, export, torch_internals
 from bapipe.torch.zoo.gnmt import build_gnmt
+from private_names import private_names
 
 FOLDER = Path(bapipe.torch.capturing.__file__).parent
 ZOO = FOLDER.parent / "zoo"
-PUBLIC_UNDERSCORES = {"sys._getframe"}
-
-
-def private_names(file: Path) -> list[str]:
-    """Names that reach into torch through an underscore: imports, and attributes of anything but `self`."""
-    found = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            found += [part for part in parts if part.startswith("_")]
-        elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if alias.name.startswith("torch.") and "._" in alias.name]
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            text = ast.unparse(node)
-            if not text.startswith("self.") and text not in PUBLIC_UNDERSCORES:
-                found.append(text)
-    return found
 
 
 @pytest.mark.parametrize("file", sorted([*FOLDER.glob("*.py"), *ZOO.glob("*.py")]), ids=lambda file: file.name)

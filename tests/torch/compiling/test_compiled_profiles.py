@@ -18,15 +18,14 @@ from bapipe.costs.profile import Profile, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
 from bapipe.errors import BaPipeError
 from bapipe.models.layers import ModelRef
-from bapipe.records.plan import Plan, PlanStage, read_plan
-from bapipe.schedule.generators import make_schedule
-from bapipe.schedule.schedule_file import ScheduleFile
+from bapipe.records.plan import read_plan
 from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.profiler import MeasureSettings, profile_module
 from bapipe.torch.runtime import rank_engine
 from bapipe.torch.runtime.pipeline import Pipeline
 from command import bapipe, refused
 from compiled_models import Pair
+from one_rank_plan import build, one_rank
 from paths import REPOSITORY
 
 GRAPHS = functools.partial(CompiledPrograms, backend="graph")
@@ -103,27 +102,6 @@ def group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-def build() -> tuple[nn.Module, tuple[Tensor], dict[str, object]]:
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double(), (torch.rand(4, 6).double(),), {}
-
-
-def one_rank(*, compiled: bool) -> Plan:
-    """The whole of `build` on one rank, in two micro-batches of four samples."""
-    plan = read_plan(REPOSITORY / "examples" / "plan.json")
-    stage: PlanStage = replace(plan.stages[0], first_layer=0, last_layer=1, layers=("0", "2"), recompute=False)
-    return replace(
-        plan,
-        model=replace(plan.model, fingerprint=None),
-        dtype="fp64",
-        minibatch=8,
-        microbatches=2,
-        microbatch_size=4,
-        stages=(stage,),
-        schedule=ScheduleFile.of(make_schedule("1f1b-so", 1, 2)),
-        compiled=compiled,
-    )
 
 
 @pytest.mark.usefixtures("group")

@@ -5,44 +5,19 @@ from __future__ import annotations
 import ast
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="running a plan needs torch: pip install bapipe[torch]")
 
-from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from bapipe.records.plan import Plan, PlanStage, read_plan  # noqa: E402
-from bapipe.schedule.generators import make_schedule  # noqa: E402
-from bapipe.schedule.schedule_file import ScheduleFile  # noqa: E402
 from bapipe.torch.runtime.pipeline import Pipeline  # noqa: E402
+from one_rank_plan import build, one_rank  # noqa: E402
 from paths import REPOSITORY  # noqa: E402
 
 SOURCE = REPOSITORY / "src" / "bapipe" / "torch"
-
-
-def build() -> tuple[nn.Module, tuple[torch.Tensor], dict[str, object]]:
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double(), (torch.rand(4, 6).double(),), {}
-
-
-def one_rank() -> Plan:
-    """The whole of `build` on one rank, in two micro-batches of four samples."""
-    plan = read_plan(REPOSITORY / "examples" / "plan.json")
-    names = ("0", "2")
-    stage: PlanStage = replace(plan.stages[0], first_layer=0, last_layer=1, layers=names, recompute=False)
-    return replace(
-        plan,
-        model=replace(plan.model, fingerprint=None),
-        dtype="fp64",
-        minibatch=8,
-        microbatches=2,
-        microbatch_size=4,
-        stages=(stage,),
-        schedule=ScheduleFile.of(make_schedule("1f1b-so", 1, 2)),
-    )
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.torch.comm.channel import Message, P2PChannel, Transport
 from bapipe.torch.comm.gloo import GlooTransport
 from bapipe.torch.comm.ipc import IpcTransport, ipc_problem
-from bapipe.torch.comm.nccl import NcclTransport, nccl_problem
+from bapipe.torch.comm.nccl import NcclTransport, nccl_group, nccl_problem
 from bapipe.torch.comm.packing import packed_size
 from bapipe.torch.comm.pair_transport import (
     Pair,
@@ -43,6 +44,15 @@ class Connection:
     """the backend of sums over several: nccl or gloo"""
     reason: str
     """what was chosen and why, in one line"""
+
+    def sum_group(
+        self, ranks: Sequence[int], device: torch.device, timeout: datetime.timedelta
+    ) -> dist.ProcessGroup:
+        """A process group to sum over those ranks. Collective: every rank of the default group makes it."""
+        if self.sums == "nccl":
+            return nccl_group(ranks, device)
+        group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        return group
 
 
 def candidates(places: Sequence[Place], *, nccl: bool) -> tuple[str, ...]:

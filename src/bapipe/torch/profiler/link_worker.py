@@ -23,7 +23,6 @@ from bapipe.io.files import dump_json, write_text
 from bapipe.torch import slices
 from bapipe.torch.comm import Message, P2PChannel, TensorShape, Transport
 from bapipe.torch.comm.choose_transport import connect
-from bapipe.torch.comm.nccl import nccl_group
 from bapipe.torch.health.parent_death import end_with_parent
 from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample
 from bapipe.torch.profiler.statistics import summarise
@@ -32,6 +31,7 @@ __all__ = ["main"]
 
 _SIZES = (8, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 """bytes of a message"""
+_PATIENCE = datetime.timedelta(seconds=120)
 _MOST = 200
 """samples of one thing"""
 _SIDE = {"cpu": 256, "cuda": 2048}
@@ -212,11 +212,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     device = _device(options.device)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=_PATIENCE)
     world = dist.get_world_size()
     sizes = [size for size in _SIZES if size <= options.largest]
     try:
-        connection = connect(options.transport, device=device, channels=_channels(world, sizes[-1]), timeout=120.0)
+        connection = connect(
+            options.transport,
+            device=device,
+            channels=_channels(world, sizes[-1]),
+            timeout=_PATIENCE.total_seconds(),
+        )
     except BaPipeError as error:
         if dist.get_rank() == 0:
             print(f"BaPipeError: {error}", file=sys.stderr)
@@ -233,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     together = [_both_ways(onward, size, here, busy=busy) for size in large for busy in (False, True)]
     reduces = []
     for size in _group_sizes(world):
-        group = _sum_group(size, connection.sums, device)
+        group = connection.sum_group(range(size), device, _PATIENCE)
         reduces += [_all_reduce(group, size, nbytes, here, busy=False) for nbytes in sizes]
         reduces += [_all_reduce(group, size, nbytes, here, busy=True) for nbytes in large]
     samples = _from_first(samples)
@@ -266,13 +271,6 @@ def _device(kind: str) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _sum_group(size: int, backend: str, device: torch.device) -> dist.ProcessGroup:
-    if backend == "nccl":
-        return nccl_group(range(size), device)
-    group: dist.ProcessGroup = dist.new_group(list(range(size)), backend="gloo")
-    return group
 
 
 def _from_first(samples: list[LinkSample]) -> list[LinkSample]:

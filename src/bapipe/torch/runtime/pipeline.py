@@ -166,7 +166,7 @@ class Pipeline(RankModel):
         infinite = norm_type == float("inf")
         part = torch.zeros((), dtype=torch.float64)
         if norms:
-            stacked = torch.stack([norm.cpu() for norm in norms])
+            stacked = torch.stack(norms).cpu()  # the host waits for the device once
             part = stacked.max() if infinite else (stacked**norm_type).sum()
         with self.watch.guard(), self.watch.meeting("clipping gradients"), guarded(None):
             dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)

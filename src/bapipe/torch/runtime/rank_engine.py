@@ -13,7 +13,7 @@ import contextlib
 import datetime
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Action
 from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import Transport, guarded
-from bapipe.torch.comm.choose_transport import connect
-from bapipe.torch.comm.nccl import abort_nccl, nccl_group
+from bapipe.torch.comm.choose_transport import Connection, connect
+from bapipe.torch.comm.nccl import abort_nccl
 from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.dtypes import autocast_dtype
@@ -130,7 +130,7 @@ class Engine:
                 timeout=options.timeout,
             )
             self.transport: Transport = connection.transport
-            self.reducers, self.tied = self._make_sums(make_sums, users, connection.sums)
+            self.reducers, self.tied = self._make_sums(make_sums, users, connection)
             on_gpu = self.device.type == "cuda"
             # On GPUs there was a choice, which is worth a line that stays.
             _logger.info("rank %d is ready: %s", self.rank, connection.reason, extra={"lasting": on_gpu})
@@ -206,16 +206,15 @@ class Engine:
         }
 
     def _make_sums(
-        self, make_sums: MakeSums, users: Mapping[str, tuple[int, ...]], backend: str
+        self, make_sums: MakeSums, users: Mapping[str, tuple[int, ...]], connection: Connection
     ) -> tuple[dict[int, Reducer], TiedWeights]:
-        def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-            if backend == "nccl":
-                return nccl_group(ranks, self.device)
-            group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
-            return group
-
         own = {stage: dict(runner.module.named_parameters()) for stage, runner in self.runners.items()}
-        return make_sums(self.schedule.placement, users, own, new_group)
+        return make_sums(
+            self.schedule.placement,
+            users,
+            own,
+            lambda ranks: connection.sum_group(ranks, self.device, self.timeout),
+        )
 
     def close(self) -> None:
         """Let go of threads and links; every rank has taken its last step."""

@@ -36,8 +36,8 @@ from equality_cases import (  # noqa: E402
 from equality_models import SUBJECTS, as_call, build, make_batch  # noqa: E402
 from equality_plans import Case, make_plan, make_schedule_of, write_cases  # noqa: E402
 
+from bapipe.schedule.channel_window import AHEAD, WINDOW  # noqa: E402
 from bapipe.torch.capturing import capture  # noqa: E402
-from bapipe.torch.comm.p2p_queues import AHEAD, WINDOW  # noqa: E402
 from bapipe.torch.runtime.build_stages import own_stages  # noqa: E402
 
 HERE = Path(__file__).resolve().parent

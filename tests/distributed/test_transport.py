@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch", reason="transports need torch: pip install 
 from transport_worker import MIXED, WORLD, content, serve  # noqa: E402
 
 from bapipe.errors import BaPipeError  # noqa: E402
+from bapipe.schedule.channel_window import AHEAD, WINDOW  # noqa: E402
 from bapipe.torch.comm.choose_transport import candidates, make_transport  # noqa: E402
 from bapipe.torch.comm.ipc import SLOTS  # noqa: E402
-from bapipe.torch.comm.p2p_queues import AHEAD, WINDOW  # noqa: E402
 from bapipe.torch.comm.packing import message_of, packed_size, unpacked  # noqa: E402
 from bapipe.torch.comm.rank_topology import Place  # noqa: E402
 

@@ -10,12 +10,13 @@ import numpy as np
 
 from bapipe.errors import DeadlockError, ScheduleError
 from bapipe.schedule.actions import Action, Kind, Schedule
+from bapipe.schedule.channel_window import WINDOW, stops_at
 from bapipe.simulator.engine import time_tasks
 from bapipe.simulator.lowering import Network, lower
 
 __all__ = ["ScheduleProblem", "Sends", "check", "require_valid", "table_around"]
 
-Sends = Literal["preposted", "rendezvous"]
+Sends = Literal["preposted", "windowed", "rendezvous"]
 _ENOUGH = 100
 
 
@@ -34,7 +35,9 @@ class ScheduleProblem:
 def check(schedule: Schedule, *, sends: Sends = "preposted") -> list[ScheduleProblem]:
     """What is wrong with a schedule, up to 100 problems; an empty list means it is right. Linear in its actions.
 
-    sends="preposted": receives are posted ahead and sends never block (BaPipe's own runtime).
+    sends="preposted": receives are posted ahead and sends never block.
+    sends="windowed": a bounded number of receives and of messages under way, as in BaPipe's own runtime
+    (`channel_window`); for orders of one computing lane per rank.
     sends="rendezvous": a send blocks until the receiver asks; a send and the next receive from the same neighbour
     go together (as in Megatron). Orders that run ahead, such as interleaved ones, need preposted receives.
     """
@@ -43,6 +46,8 @@ def check(schedule: Schedule, *, sends: Sends = "preposted") -> list[SchedulePro
         problems = _check_caps(schedule)
     if not problems:
         problems = _check_deadlock(schedule, sends)
+    if not problems and sends == "windowed":
+        problems = _check_window(schedule)
     return problems
 
 
@@ -216,6 +221,25 @@ def _check_deadlock(schedule: Schedule, sends: Sends) -> list[ScheduleProblem]:
         message = (
             f"rank {rank}: {action} {how}waits for ever (deadlock; waiting: {waits}"
             f"{' …' if len(stuck) > 4 else ''}); {_advice(action, blocking)}"
+        )
+        problems.append(ScheduleProblem(rank=rank, lane=index, position=position, message=message, deadlock=True))
+    return problems
+
+
+def _check_window(schedule: Schedule) -> list[ScheduleProblem]:
+    stuck = stops_at(schedule)
+    waits = ", ".join(f"rank {rank} at {action}" for rank, action in list(stuck.items())[:4])
+    problems = []
+    for rank, action in stuck.items():
+        index, position = next(
+            (index, list(lane).index(action))
+            for index, lane in enumerate(schedule.lanes)
+            if lane.rank == rank and action in lane
+        )
+        message = (
+            f"rank {rank}: {action} waits for ever (deadlock: at most {WINDOW} gradients may be under way that "
+            f"nobody asks for; waiting: {waits}{' …' if len(stuck) > 4 else ''}); run the backwards that take "
+            "them earlier"
         )
         problems.append(ScheduleProblem(rank=rank, lane=index, position=position, message=message, deadlock=True))
     return problems

@@ -8,14 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from bapipe.schedule.channel_window import AHEAD, WINDOW
 from bapipe.torch.comm.channel import Message, P2PChannel, Transport
 
-__all__ = ["AHEAD", "WINDOW", "Inbox", "Outbox"]
-
-AHEAD = 2
-"""receives posted before they are needed"""
-WINDOW = 3
-"""messages without an answer that may be under way before the oldest is waited for"""
+__all__ = ["Inbox", "Outbox"]
 
 
 class Inbox:

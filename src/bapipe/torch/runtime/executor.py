@@ -8,13 +8,14 @@ No more is kept than the order asks for: saved activations from F to B, a messag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from bapipe.schedule.actions import Action, Kind, Schedule
+from bapipe.schedule.channel_window import evaluation_order
 from bapipe.torch.comm import Inbox, Message, Outbox, P2PChannel, Transport
 from bapipe.torch.runtime.action_clock import ActionClock
 from bapipe.torch.runtime.gradient_sync import Reducer
@@ -113,6 +114,8 @@ class Executor:
             if action.kind == Kind.I
         }
         """backwards that are done in two parts"""
+        self._forwards: dict[int, list[Action]] | None = None
+        """every rank's in an evaluation, once there is one"""
         self._training = self._compile(training=True)
         self._evaluation: list[_Step] | None = None
         self._orders: dict[bool, dict[P2PChannel, list[int]]] = {}
@@ -248,7 +251,7 @@ class Executor:
             taker = channel.boundary + 1 if channel.onward else channel.boundary
             known[channel] = [
                 action.microbatch
-                for action in compute_lane(self._schedule, channel.from_rank)
+                for action in self._actions(channel.from_rank, training)
                 if action.microbatch is not None
                 and action.stage == maker
                 and action.kind in kinds
@@ -256,10 +259,18 @@ class Executor:
             ]
         return known[channel]
 
+    def _actions(self, rank: int, training: bool) -> Iterable[Action]:
+        """The actions of a rank, in order."""
+        if training:
+            return compute_lane(self._schedule, rank)
+        if self._forwards is None:
+            self._forwards = evaluation_order(self._schedule)
+        return self._forwards[rank]
+
     def _compile(self, *, training: bool) -> list[_Step]:
         kinds = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R) if training else (Kind.F,)
         steps = []
-        for action in compute_lane(self._schedule, self.rank):
+        for action in self._actions(self.rank, training):
             if action.kind not in kinds or action.microbatch is None:
                 continue
             step = _Step(

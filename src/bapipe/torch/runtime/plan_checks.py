@@ -97,7 +97,7 @@ def check_plan(plan: Plan) -> RunnablePlan:
         _check_lanes(schedule, rank)
     _check_layers(plan)
     sizes = microbatch_sizes(plan)
-    require_valid(schedule)
+    require_valid(schedule, sends="windowed")
     if not schedule.flushes:
         _check_endless(schedule)
     check_precision(schedule, plan.precision)

@@ -176,7 +176,15 @@ def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> I
     options["device"] = "cuda"
     sizes = [size for size in options["microbatches"] if size <= 16] or [min(options["microbatches"])]
     try:
-        with loaded(cut, index, model, arguments, precision=options["precision"], microbatch=max(sizes)) as load:
+        with loaded(
+            cut,
+            index,
+            model,
+            arguments,
+            precision=options["precision"],
+            microbatch=max(sizes),
+            compiled=options["compiled"],
+        ) as load:
             yield load
     finally:
         if before is None:

@@ -38,7 +38,14 @@ class Load:
 
 @contextlib.contextmanager
 def loaded(
-    slices: Slices, own: int, spec: str, args: Mapping[str, Argument], *, precision: str, microbatch: int
+    slices: Slices,
+    own: int,
+    spec: str,
+    args: Mapping[str, Argument],
+    *,
+    precision: str,
+    microbatch: int,
+    compiled: bool = False,
 ) -> Iterator[Load]:
     """Every slice but `own` begins to train the model; they end when this does, or when this process is gone."""
     others = [index for index in range(len(slices)) if index != own]
@@ -57,6 +64,7 @@ def loaded(
                 precision,
             ]
             command += ["--microbatch", str(microbatch), "--ready", str(ready)]
+            command += ["--compile"] if compiled else []
             command += [f"--arg={key}={value}" for key, value in args.items()]
             process = subprocess.Popen(
                 command,
@@ -99,6 +107,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train until standard input ends, or for `--seconds`."""
     from bapipe.hardware.precision import DEFAULT_PRECISION, find_precision
+    from bapipe.torch.compiling.compiled_layers import CompiledPrograms
     from bapipe.torch.device.precision_modes import set_precision
     from bapipe.torch.profiler.environment import find_device
     from bapipe.torch.profiler.training_step import training_step
@@ -109,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--precision", default=DEFAULT_PRECISION)
     parser.add_argument("--microbatch", type=int, default=16)
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--ready", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=3600.0)
     options = parser.parse_args(argv)
@@ -123,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     device, precision = find_device(options.device), find_precision(options.precision)
     set_precision(precision, device)
     source = build_model(model_ref(options.model, parse_arguments(options.arg)))
-    step = training_step(source, device=device, precision=precision, size=options.microbatch)
+    programs = CompiledPrograms(device) if options.compile else None
+    step = training_step(source, device=device, precision=precision, size=options.microbatch, programs=programs)
     step()
     options.ready.touch()
     end = time.monotonic() + options.seconds

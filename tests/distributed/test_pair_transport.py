@@ -10,6 +10,7 @@ from pathlib import Path
 RANKS = 3
 CODE = """
 import sys, time
+from dataclasses import replace
 import torch
 import torch.distributed as dist
 from bapipe.torch.comm import GlooTransport, P2PChannel, TensorShape
@@ -41,7 +42,7 @@ there = [P2PChannel(boundary=i, onward=True, from_rank=i, to_rank=i + 1) for i i
 message = (TensorShape(shape=(1000,), dtype=torch.float32), TensorShape(shape=(3,), dtype=torch.bool))
 channels = {channel: message for onward in there for channel in (onward, onward.reverse)}
 cpu = torch.device("cpu")
-places = gathered(place_of(cpu))
+places = [replace(place, gpu=str(index)) for index, place in enumerate(gathered(place_of(cpu)))]
 names = ["slow", "other"]
 assert pairs_of(channels) == [(0, 1), (1, 2)]
 assert known_times(names, channels, places) == {}
@@ -51,6 +52,8 @@ assert {pair: fastest(own) for pair, own in times.items()} == {(0, 1): "other", 
 remember(times, channels, places)
 dist.barrier()
 assert known_times(names, channels, places) == times
+alike = [replace(place, gpu="0") for place in places]
+assert known_times(names, channels, alike) == {}, "other accelerators"
 assert known_times([*names, "third"], channels, places) == {}, "a transport that was not tried"
 chosen = PairTransport({(0, 1): tried[1], (1, 2): tried[0]})
 assert chosen.name == "other+slow"

@@ -34,6 +34,7 @@ EVERYTHING = RunOptions(
     data="digits",
     transport="gloo",
     device="cpu",
+    compiled=True,
     trace=False,
     vertical_sync=True,
     as_json=True,

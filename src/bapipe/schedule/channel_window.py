@@ -30,7 +30,7 @@ _Channel = tuple[int, bool, int, int]
 _BACKWARD = (Kind.B, Kind.I)
 
 
-class _Messages:
+class _BoundedChannel:
     """One channel: what was sent, in order, and how many of them were taken."""
 
     def __init__(self) -> None:
@@ -51,19 +51,19 @@ class _Messages:
         return len(self.places) - WINDOW > self.taken + AHEAD
 
 
-class _Run:
+class _OrderRun:
     """Every rank's actions, as far as they get."""
 
     def __init__(self, schedule: Schedule, orders: Mapping[int, Sequence[Action]], *, training: bool) -> None:
         self._schedule = schedule
         self._orders = orders
         self._training = training
-        self._channels: dict[_Channel, _Messages] = {}
+        self._channels: dict[_Channel, _BoundedChannel] = {}
         self._handed: set[tuple[int, bool, int]] = set()
         """results for another stage of the same rank"""
         self.done = dict.fromkeys(orders, 0)
         """actions that each rank has run"""
-        self._waits: dict[int, _Messages] = {}
+        self._waits: dict[int, _BoundedChannel] = {}
         """ranks whose last send is not over"""
 
     def to_the_end(self) -> bool:
@@ -110,7 +110,7 @@ class _Run:
         assert action.microbatch is not None
         if peer == rank:
             return (boundary, onward, action.microbatch) in self._handed
-        channel = self._channels.setdefault((boundary, onward, peer, rank), _Messages())
+        channel = self._channels.setdefault((boundary, onward, peer, rank), _BoundedChannel())
         before = channel.taken
         there = channel.take(action.microbatch)
         if channel.taken > before:
@@ -126,7 +126,7 @@ class _Run:
         if peer == rank:
             self._handed.add((boundary, onward, action.microbatch))
             return
-        channel = self._channels.setdefault((boundary, onward, rank, peer), _Messages())
+        channel = self._channels.setdefault((boundary, onward, rank, peer), _BoundedChannel())
         channel.places[action.microbatch] = len(channel.places)
         touched.add(peer)
         if not (self._training and onward):
@@ -158,7 +158,7 @@ def stops_at(schedule: Schedule) -> dict[int, Action]:
 
     For orders of one computing lane per rank that are right otherwise (`validate.check`).
     """
-    run = _Run(schedule, _orders(schedule, (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)), training=True)
+    run = _OrderRun(schedule, _orders(schedule, (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)), training=True)
     run.to_the_end()
     return run.stuck()
 
@@ -169,7 +169,7 @@ def evaluation_order(schedule: Schedule) -> dict[int, list[Action]]:
     As in training where that gets to its end; else one micro-batch after the other, which always does.
     """
     orders = _orders(schedule, (Kind.F,))
-    if _Run(schedule, orders, training=False).to_the_end():
+    if _OrderRun(schedule, orders, training=False).to_the_end():
         return orders
     return {
         rank: sorted(order, key=lambda action: (action.microbatch or 0, action.stage))

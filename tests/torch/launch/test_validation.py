@@ -13,6 +13,8 @@ pytest.importorskip("torch", reason="a rank needs torch: pip install bapipe[torc
 
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import read_plan, write_plan
+from bapipe.schedule.actions import Schedule
+from bapipe.schedule.validate import Sends
 from bapipe.torch.launch import launcher, worker
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.launch.supervise import Ended
@@ -28,9 +30,9 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     real = plan_checks.require_valid
 
-    def counted(schedule: object) -> None:
-        seen.append(schedule.name)  # type: ignore[attr-defined]
-        real(schedule)  # type: ignore[arg-type]
+    def counted(schedule: Schedule, *, sends: Sends) -> None:
+        seen.append(schedule.name)
+        real(schedule, sends=sends)
 
     monkeypatch.setattr(plan_checks, "require_valid", counted)
     return seen

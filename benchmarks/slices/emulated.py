@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 import bapipe.torch.runtime.gradient_sync
-import bapipe.torch.runtime.pipeline
-from bapipe.torch.comm import Message, P2PChannel, Transport, make_transport
+import bapipe.torch.runtime.rank_engine
+from bapipe.torch.comm import Message, P2PChannel, Transport
+from bapipe.torch.comm.choose_transport import Connection, connect
 from bapipe.torch.comm.worker_thread import WorkerThread, close_lanes, result_of
 
 __all__ = ["SlowTransport", "slow_down"]
@@ -105,9 +107,9 @@ class _SlowSums:
 def slow_down(rate: float | None) -> None:
     """From now on runs of this process go over such links; None: over those there are."""
 
-    def slow(*args: Any, **kwargs: Any) -> Transport:
-        made = make_transport(*args, **kwargs)
-        return made if rate is None else SlowTransport(made, rate)
+    def slow(*args: Any, **kwargs: Any) -> Connection:
+        made = connect(*args, **kwargs)
+        return made if rate is None else replace(made, transport=SlowTransport(made.transport, rate))
 
-    bapipe.torch.runtime.pipeline.make_transport = slow  # type: ignore[attr-defined]
+    bapipe.torch.runtime.rank_engine.connect = slow
     bapipe.torch.runtime.gradient_sync.dist = dist if rate is None else _SlowSums(rate)  # type: ignore[assignment,attr-defined]

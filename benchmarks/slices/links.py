@@ -34,7 +34,10 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     (`all_reduce_loaded`), as data parallelism has it beside its backward.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    transport = make_transport("auto", device=device, timeout=60.0)
+    message = (TensorShape(shape=(SIZE // 4,), dtype=torch.float32),)
+    neighbours = [ends for low in range(world - 1) for ends in ((low, low, low + 1), (low, low + 1, low))]
+    channels = {_channel(*ends): message for ends in neighbours}
+    transport = make_transport("auto", device=device, channels=channels, timeout=60.0)
     big = _exchanged(transport, device, SIZE, max(2, rounds // 8))
     small = _exchanged(transport, device, 1024, 2 * rounds)
     alone = _returned(transport, device, 2 * rounds)

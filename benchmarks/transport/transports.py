@@ -142,7 +142,8 @@ def rank_main(options: argparse.Namespace) -> None:
         world_size=2,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )
-    transport = make_transport(name, device=device, channels=[THERE, BACK], timeout=TIMEOUT)
+    largest = (TensorShape(shape=(options.largest,), dtype=torch.uint8),)
+    transport = make_transport(name, device=device, channels={THERE: largest, BACK: largest}, timeout=TIMEOUT)
     rows = [
         row(transport, nbytes, options.rank, device, options.seconds)
         for nbytes in SIZES

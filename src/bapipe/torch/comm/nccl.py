@@ -233,7 +233,8 @@ class NcclTransport:
 
         def deliver(delivered: Future[None]) -> None:
             made.synchronize()
-            self._posts.wait(self._posts.send(torch.zeros(1, dtype=torch.uint8), peer, channel.tag), peer)
+            note = torch.zeros(1, dtype=torch.uint8)  # kept until it is sent
+            self._posts.wait(self._posts.send(note, peer, channel.tag), peer)
             end.exchange(kept, sends=True, after=made).synchronize()
             kept.clear()
             delivered.set_result(None)

@@ -92,8 +92,9 @@ def connect(
         raise BaPipeError(
             f"a transport is one of {', '.join(TRANSPORTS)}, got {name!r}{nearest(name, TRANSPORTS)}"
         )
-    places = gathered(place_of(device))
-    possible = candidates(places, nccl=all(gathered(dist.is_nccl_available())))
+    ranks = gathered((place_of(device), dist.is_nccl_available()))
+    places = [place for place, _ in ranks]
+    possible = candidates(places, nccl=all(there for _, there in ranks))
     if name not in ("auto", *possible):
         raise BaPipeError(f"{_refusal(name, device)}; use {' or '.join(possible)}, or auto")
     if device.type == "cpu":

@@ -89,8 +89,9 @@ def clear_files() -> None:
 
 
 def on_leaving(action: Callable[[], None]) -> None:
-    """Have something done before the process ends by `leave`, which waits a few seconds for it."""
-    _last_actions.append(action)
+    """Have something done, once, before the process ends by `leave`, which waits a few seconds for it."""
+    if action not in _last_actions:
+        _last_actions.append(action)
 
 
 def leave(code: int) -> None:

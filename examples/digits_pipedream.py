@@ -33,13 +33,15 @@ HERE = Path(__file__).resolve().parent
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#000000")
 
 
-def plan_for(schedule: str, stages: int, *, minibatch: int = 64) -> Plan:
+def plan_for(schedule: str, stages: int, *, global_batch: int = 64) -> Plan:
     """A plan of examples/tiny_model.py for so many CPU ranks, cut where PipeDream's planner cuts."""
     cluster = read_cluster(str(HERE / "cluster-two-cpus.toml"))
     kind = cluster.accelerators[0].type
     names = [f"localhost/{rank}" for rank in range(stages)]
     ranks = tuple(Accelerator(name=name, type=kind, node="localhost") for name in names)
-    request = Request(minibatch=minibatch, microbatch=8, schedule=schedule, strategy="pipedream", stages=stages)
+    request = Request(
+        global_batch=global_batch, microbatch=8, schedule=schedule, strategy="pipedream", stages=stages
+    )
     profile = read_profile(HERE / "tiny-profile.json")
     return make_plan(explore(profile, replace(cluster, accelerators=ranks), request))
 
@@ -113,23 +115,23 @@ def main() -> None:
     dist.init_process_group("gloo")
     stages, rank = dist.get_world_size(), dist.get_rank()
     plain, endless = plan_for("1f1b-sno", stages), plan_for("pipedream", stages)
-    small = plan_for("1f1b-sno", stages, minibatch=endless.microbatch_size)
+    small = plan_for("1f1b-sno", stages, global_batch=endless.microbatch_size)
 
     def fresh() -> BuiltModel:
         return build_model(plain.model, folders=(HERE.parent,), seed=0)
 
-    make = batches_for(fresh(), "digits", minibatch=plain.minibatch, seed=0)
+    make = batches_for(fresh(), "digits", global_batch=plain.global_batch, seed=0)
     batches = [make(step) for step in range(options.steps)]
     rate = options.learning_rate
     pieces = [
         piece
         for inputs, targets in batches
-        for piece in zip(inputs.split(small.minibatch), targets.split(small.minibatch), strict=True)
+        for piece in zip(inputs.split(small.global_batch), targets.split(small.global_batch), strict=True)
     ]
     curves = {
-        f"1f1b, a step per {plain.minibatch}": synchronous(fresh(), plain, batches, rate),
-        f"1f1b, a step per {small.minibatch}": means(
-            synchronous(fresh(), small, pieces, rate), plain.minibatch // small.minibatch
+        f"1f1b, a step per {plain.global_batch}": synchronous(fresh(), plain, batches, rate),
+        f"1f1b, a step per {small.global_batch}": means(
+            synchronous(fresh(), small, pieces, rate), plain.global_batch // small.global_batch
         ),
     }
     held: dict[str, list[int]] = {}
@@ -141,7 +143,7 @@ def main() -> None:
         dist.all_gather_object(everywhere, versions)
         held[name] = everywhere
     if rank == 0:
-        report(curves, held, plain.minibatch, options.out)
+        report(curves, held, plain.global_batch, options.out)
     dist.destroy_process_group()
 
 

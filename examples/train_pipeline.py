@@ -30,7 +30,7 @@ def main() -> None:
     with Pipeline(tiny_model.build, options.plan, tiny_model.loss, timeout=options.timeout) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
         for step in range(options.steps):
-            inputs, targets = tiny_model.make_batch(step, pipe.plan.minibatch)
+            inputs, targets = tiny_model.make_batch(step, pipe.plan.global_batch)
             loss = pipe.step(inputs.float(), targets)
             pipe.clip_grad_norm_(1.0)
             optimizer.step()

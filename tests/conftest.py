@@ -17,9 +17,12 @@ settings.register_profile(
 )
 settings.load_profile("bapipe")
 
-# Where the tests run in the background of a shell, they and all that they start would not be interrupted.
+# Where the tests run in the background of a shell, or by nohup, they and all that they start would not be
+# interrupted, or not hear that their terminal was closed.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 LONG = (
     "tests/distributed/",

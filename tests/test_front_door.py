@@ -23,7 +23,7 @@ for module in pkgutil.walk_packages(bapipe.__path__, "bapipe."):
 for name in bapipe.__all__:
     found = getattr(bapipe, name)
     assert not type(found).__name__ == "module", name
-assert bapipe.plan("alexnet", "2xv100", global_batch=64).minibatch == 64
+assert bapipe.plan("alexnet", "2xv100", global_batch=64).global_batch == 64
 """
 
 
@@ -35,7 +35,7 @@ def test_no_submodule_hides_a_public_name() -> None:
 def test_three_lines_plan_a_model(tmp_path: Path) -> None:
     plan = bapipe.plan("bert-base", "4xv100", global_batch=256, schedule="1f1b-so", stages=4)
     assert [stage.accelerators for stage in plan.stages] == [(f"node0/{index}",) for index in range(4)]
-    assert plan.minibatch == 256
+    assert plan.global_batch == 256
     bapipe.write_plan(plan, tmp_path / "plan.json")
     assert bapipe.read_plan(tmp_path / "plan.json") == plan
     bapipe.write_report(plan, tmp_path / "report.html")

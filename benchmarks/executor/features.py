@@ -285,11 +285,11 @@ def _replicas(options: argparse.Namespace) -> dict[str, Any]:
     kinds = [cluster.types[item.type] for item in cluster.accelerators[:1]]
     ranks = tuple(Accelerator(name=f"localhost/{rank}", type=kinds[0].name, node="localhost") for rank in range(2))
     profile = analytic_profile(captured.to_model(), kinds, precision="fp32", microbatches=[4])
-    request = Request(minibatch=8, microbatch=4, schedule="data-parallel", strategy="dp")
+    request = Request(global_batch=8, microbatch=4, schedule="data-parallel", strategy="dp")
     plan = make_plan(explore(profile, replace(cluster, accelerators=ranks), request))
     plan = replace(plan, model=replace(plan.model, ref="bapipe.torch.zoo.gpt:build_gpt"))
     pipe = Pipeline(captured, plan, classes_loss)
-    batch = gpt_batch(0, plan.minibatch, **sizes)
+    batch = gpt_batch(0, plan.global_batch, **sizes)
     overlapping = [(step, step.reducer) for step in pipe.executor._training]
 
     def step(overlap: bool, *, reduce: bool = True) -> Work:

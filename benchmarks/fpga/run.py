@@ -75,7 +75,7 @@ def planning() -> list[dict[str, object]]:
         wall, processor = [], []
         for _ in range(3):
             begin, busy = time.perf_counter(), time.process_time()
-            explore_fpga(model, read_cluster(spec), Request(minibatch=128))
+            explore_fpga(model, read_cluster(spec), Request(global_batch=128))
             wall.append(time.perf_counter() - begin)
             processor.append(time.process_time() - busy)
         found.append(

@@ -192,7 +192,7 @@ def planned(one: Case) -> list[StageChoice]:
     """The whole planner, held to this schedule, depth and micro-batch size; it simulates what it compares."""
     size = one.chain.microbatch
     request = Request(
-        minibatch=size * one.microbatches, microbatch=size, schedule=FAMILY.schedule, stages=one.stages
+        global_batch=size * one.microbatches, microbatch=size, schedule=FAMILY.schedule, stages=one.stages
     )
     return list(explore(one.chain.profile, one.hardware.cluster, request).best.candidate.stages)
 

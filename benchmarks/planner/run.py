@@ -139,7 +139,7 @@ def search_times() -> list[dict[str, object]]:
     for layers, counts in ((1000, {"a": 64}), (1000, {"a": 22, "b": 21, "c": 21})):
         profile, machines = random_profile(layers, list(counts)), cluster(counts)
         begin = time.perf_counter()
-        found = explore(profile, machines, Request(minibatch=1024))
+        found = explore(profile, machines, Request(global_batch=1024))
         seconds = time.perf_counter() - begin
         rows.append({"layers": layers, "accelerators": counts, "seconds": seconds, "candidates": found.evaluated})
         print(f"joint search L={layers} N={counts}: {seconds:.2f} s, {found.evaluated} candidates", flush=True)
@@ -213,7 +213,7 @@ def heuristic_gaps() -> dict[str, object]:
         case = Profile(model=profile.model, dtype="fp32", layers=profile.layers, accelerators={"a": changed})
         both = [
             explore(
-                case, cluster({"a": count}), Request(minibatch=8 * count, strategy=strategy, stages=count)
+                case, cluster({"a": count}), Request(global_batch=8 * count, strategy=strategy, stages=count)
             ).best.time
             for strategy in ("exact", "bapipe")
         ]

@@ -27,7 +27,7 @@ MODELS = {
     "gpt": ["--arg", "with_loss=true", "--arg", "blocks=12", "--arg", "width=768", "--arg", "heads=12"],
 }
 """the second is as wide and deep as GPT-2 small, with a vocabulary of 8192 and 128 tokens"""
-MICROBATCH, MINIBATCH = 2, 16
+MICROBATCH, GLOBAL_BATCH = 2, 16
 
 
 def bapipe(*arguments: str) -> None:
@@ -39,7 +39,7 @@ def measured(model: str, folder: Path, steps: int) -> dict[str, object]:
     size = str(MICROBATCH)
     bapipe("profile", model, *MODELS[model], "--threads", "1", "--microbatch", size, "-o", profile, "--fresh",
            "--type", "cpu-core")  # fmt: skip
-    bapipe("plan", profile, "--cluster", str(CLUSTER), "--minibatch", str(MINIBATCH), "--microbatch", size,
+    bapipe("plan", profile, "--cluster", str(CLUSTER), "--global-batch", str(GLOBAL_BATCH), "--microbatch", size,
            "--schedule", "1f1b-so", "--stages", "2", "--out", plan_file)  # fmt: skip
     bapipe("run", plan_file, "--steps", str(steps), "--out", run_file)
     plan, record = read_plan(plan_file), read_run(run_file)

@@ -24,8 +24,8 @@ from bapipe.records.plan import Plan
 from bapipe.reporting.html.document import make_subject, render_report
 
 CASES = {
-    "8 × 64": ("vgg16", "8xv100", Request(minibatch=512, microbatch=8, stages=8, schedule="zb-h2")),
-    "64 × 512": ("gpt2-xl", "64xv100", Request(minibatch=512, microbatch=1, stages=64, schedule="1f1b-so")),
+    "8 × 64": ("vgg16", "8xv100", Request(global_batch=512, microbatch=8, stages=8, schedule="zb-h2")),
+    "64 × 512": ("gpt2-xl", "64xv100", Request(global_batch=512, microbatch=1, stages=64, schedule="1f1b-so")),
 }
 SHARES = {"whole": 1.0, "1/3": 1 / 3, "1/10": 0.1, "1/50": 0.02, "1/250": 0.004}
 """how much of the mini-batch is in view"""

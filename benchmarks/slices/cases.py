@@ -54,14 +54,14 @@ def plan_case(profile: Profile, cluster: Cluster, case: str, sizes: Mapping[str,
     if case not in CASES:
         raise BaPipeError(f"unknown case '{case}'{nearest(case, CASES)}; known: {', '.join(CASES)}")
     asked = dict(CASES[case])
-    own_size, minibatch = sizes[profile.model.name]
+    own_size, global_batch = sizes[profile.model.name]
     if asked.pop("stages", False):
         asked["stages"] = len(cluster)
     size = asked.pop("microbatch", own_size)
     if "microbatches" in asked:
         ranks = len(cluster) if asked["schedule"] == "data-parallel" else 1
-        minibatch = asked.pop("microbatches") * size * ranks
-    return make_plan(explore(profile, cluster, Request(minibatch=minibatch, microbatch=size, **asked)))
+        global_batch = asked.pop("microbatches") * size * ranks
+    return make_plan(explore(profile, cluster, Request(global_batch=global_batch, microbatch=size, **asked)))
 
 
 def torch_time(plan: Plan, case: str) -> float:

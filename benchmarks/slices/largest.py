@@ -172,9 +172,9 @@ def planned(profile: Profile, machine: Machine, system: str, layers: int, *, mor
     count, asked = len(machine), dict(SYSTEMS[system])
     if system not in ("DP", "BaPipe-free"):
         asked["stages"] = count
-    minibatch = SIZE * (count if system == "DP" else 2 * count)
+    global_batch = SIZE * (count if system == "DP" else 2 * count)
     cluster = machine.cluster(LINKS, shares=(SHARE,) * count, memory=machine.room * more)
-    request = Request(minibatch=minibatch, microbatch=SIZE, optimizer="adam", **asked)
+    request = Request(global_batch=global_batch, microbatch=SIZE, optimizer="adam", **asked)
     deep = deep_profile(profile, layers)
     return make_plan(gpipe(deep, cluster, request) if system == "GPipe" else explore(deep, cluster, request))
 
@@ -183,9 +183,9 @@ def gpipe(profile: Profile, cluster: Cluster, request: Request) -> Exploration:
     """GPipe without recomputation, cut by the paper's steps until it fits; the planner's own would recompute."""
     found = explore(profile, cluster, request)
     hardware = found.hardware
-    assert request.minibatch is not None
+    assert request.global_batch is not None
     chain = found.best.candidate.chain
-    candidate = paper_candidate(chain, hardware, FAMILIES["gpipe"], request.minibatch // SIZE, request)
+    candidate = paper_candidate(chain, hardware, FAMILIES["gpipe"], request.global_batch // SIZE, request)
     assert candidate is not None
     best = evaluate(candidate, hardware)
     if best.short is not None:

@@ -88,7 +88,7 @@ def result_table(result: dict[str, Any]) -> str:
         share = f"{free / row['measured']:.3f}" if free else ""
         lines.append(
             f"| {row['model']} | {row['case']} ({row['schedule']}{', recomputing' if row['recompute'] else ''}) "
-            f"| {row['microbatch']} | {row['minibatch']} | {row['predicted']:.3f} | {row['measured']:.3f} "
+            f"| {row['microbatch']} | {row['global_batch']} | {row['predicted']:.3f} | {row['measured']:.3f} "
             f"| {row['predicted'] / row['measured'] - 1:+.1%} | {row['throughput']:.0f} | {ideal} "
             f"| {share} | {fullest} | {'' if off is None else f'{off:+.1%}'} |"
         )

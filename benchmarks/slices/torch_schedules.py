@@ -59,7 +59,7 @@ def train_torch(plan: Plan, name: str, *, steps: int, device: torch.device) -> d
     sizes = runnable.sizes
     own = own_stages(captured, plan, runnable.schedule, rank=rank, sizes=sizes, device=device)
     (stage,) = (by_size[sizes[0]] for by_size in own.stages.values())
-    batches = batches_for(built, settings.data, minibatch=plan.minibatch, seed=settings.seed)
+    batches = batches_for(built, settings.data, global_batch=plan.global_batch, seed=settings.seed)
     first, last = rank == 0, rank == world - 1
 
     def roots(inputs: Any) -> list[Tensor]:
@@ -85,7 +85,7 @@ def train_torch(plan: Plan, name: str, *, steps: int, device: torch.device) -> d
         named = {} if first else {f"root_{number}": value for number, value in enumerate(given)}
         told: list[Tensor] = []
         if last:
-            named |= {"target": torch.zeros(plan.minibatch)}  # torch wants one
+            named |= {"target": torch.zeros(plan.global_batch)}  # torch wants one
         for parameter in stage.parameters():
             parameter.grad = None
         _synchronize(device)

@@ -49,18 +49,18 @@ class Llama(nn.Module):
 
 
 def made(tiny: bool) -> Llama:
-    """The module with random weights: pieces of one random block, because drawing a billion numbers takes long."""
+    """The module with random weights: one random block repeated, because drawing a billion numbers takes long."""
     with torch.device("meta"):
         module = Llama(tiny)
     module.to_empty(device="cpu")
     block = 0.02 * torch.randn(2**20, generator=torch.Generator().manual_seed(0))
-    for name, parameter in module.named_parameters():
+    for parameter in module.parameters():
         if parameter.ndim < 2:
             parameter.data.fill_(1.0)
             continue
         flat = parameter.data.view(-1)
         for start in range(0, len(flat), len(block)):
-            flat[start : start + len(block)] = block[: len(flat) - start].roll(len(name) + start % 97)
+            flat[start : start + len(block)] = block[: len(flat) - start]
     module.model.model.rotary_emb = type(module.model.model.rotary_emb)(config(tiny))
     return module
 

@@ -11,31 +11,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bapipe.io.files import write_text
+from work import Work
+
 from bapipe.records.plan import read_plan
 from bapipe.records.run_record import read_run
-from bapipe.torch.profiler.detect_machine import cluster_text, detect
-from bapipe.torch.profiler.measure_links import measure_links
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 SIZE, COUNT, STEPS = 4, 16, 7
 SEQUENCES = {"bf16": 1024, "fp32": 256}
 ROWS = [
     "ours bf16 compiled nccl",
-    "torch bf16 compiled Schedule1F1B",
-    "ours bf16 compiled auto",
     "torch bf16 compiled Schedule1F1B ourcut",
     "ours fp32 compiled nccl",
     "torch fp32 eager ScheduleZBVZeroBubble",
+    "torch fp32 compiled Schedule1F1B ourcut",
+    "ours bf16 compiled auto",
+    "torch bf16 compiled Schedule1F1B",
     "torch fp32 compiled Schedule1F1B",
     "torch fp32 eager ScheduleInterleavedZeroBubble",
     "ours fp32 compiled auto",
@@ -48,59 +44,8 @@ LEAST = 45
 """seconds left without which no row is begun"""
 
 
-class Work:
-    """The folder of one machine, with what is known already."""
-
-    def __init__(self, folder: Path, tiny: bool, budget: float) -> None:
-        self.folder, self.tiny = folder, tiny
-        self.device = "cpu" if tiny else "cuda"
-        self.ranks = 2 if tiny else 4
-        self.end = time.monotonic() + budget
-        folder.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join([str(ROOT / "src"), str(HERE), os.environ.get("PYTHONPATH", "")])
-        self.environment = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
-        }
-
-    @property
-    def left(self) -> float:
-        return self.end - time.monotonic()
-
-    def run(self, *command: str) -> None:
-        """Run to the end, within the time left; what it said goes to the log."""
-        print(f"[{self.left:5.0f} s left] {' '.join(command)}"[:300], flush=True)
-        begun = time.monotonic()
-        with (self.folder / "log.txt").open("a") as log:
-            print("$", *command, file=log, flush=True)
-            process = subprocess.Popen(
-                command, env=self.environment, cwd=HERE, stdout=log, stderr=log, start_new_session=True
-            )
-            try:
-                code = process.wait(timeout=max(1.0, self.left))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                raise RuntimeError("no time left") from None
-        print(f"    {time.monotonic() - begun:.0f} s, exit {code}", flush=True)
-        if code:
-            tail = (self.folder / "log.txt").read_text().splitlines()
-            said = [line for line in tail if "Error" in line or line.startswith("bapipe: ")]
-            raise RuntimeError((said or tail)[-1][:300])
-
-    def bapipe(self, *words: str) -> None:
-        self.run(sys.executable, "-m", "bapipe", *words)
-
-    def cluster(self, transport: str) -> Path:
-        """The cluster file with links as that transport has them."""
-        path = self.folder / f"cluster-{transport}.toml"
-        if not path.exists():
-            name = "auto" if self.tiny else transport
-            links = measure_links(self.ranks, transport=name, device=self.device, largest=2**24, seconds=0.04)
-            write_text(path, cluster_text(detect(ranks=self.ranks, device=self.device), links))
-            print(f"[{self.left:5.0f} s left] {links.reason}", flush=True)
-        return path
+class Rows(Work):
+    """The rows of this benchmark."""
 
     def profile(self, precision: str, compiled: bool) -> Path:
         path = self.folder / f"profile-{precision}-{'compiled' if compiled else 'eager'}.json"
@@ -129,12 +74,13 @@ class Work:
             "schedule": plan.schedule.name,
             "stages": [f"{stage.first_layer}-{stage.last_layer}" for stage in plan.stages],
             "cuts": ",".join(str(_block(stage.layers[0])) for stage in plan.stages[1:]),
-            "samples_per_second": plan.minibatch / median(seconds[2:]),
-            "predicted": plan.minibatch / plan.prediction.time,
+            "samples_per_second": plan.global_batch / median(seconds[2:]),
+            "predicted": plan.global_batch / plan.prediction.time,
             "seconds": seconds,
             "losses": [step.loss for step in run.steps],
             "transport": run.environment.transport,
-            "peaks": [rank.memory for rank in run.ranks] if hasattr(run, "ranks") else None,
+            "peaks": run.peak_memory,
+            "predicted_peaks": [stage.memory_bytes for stage in plan.stages],
         }
 
     def torch(self, dtype: str, how: str, schedule: str, cuts: str | None) -> dict[str, Any]:
@@ -183,11 +129,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", help="only those whose names have this in them")
     given = parser.parse_args()
-    work = Work(given.folder, given.tiny, given.budget)
+    work = Rows(given.folder, HERE, tiny=given.tiny, budget=given.budget)
     result = given.folder / "result.json"
     known: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
-    if not given.tiny:
-        work.bapipe("slices", "start", "--count", str(work.ranks), "--memory", "16GB")
+    work.start_slices()
     try:
         for name in ROWS:
             if name in known or (given.rows and given.rows not in name):
@@ -205,8 +150,7 @@ def main() -> None:
                 known[name] = {"error": str(error)[:300]}
             result.write_text(json.dumps(known, indent=1) + "\n")
     finally:
-        if not given.tiny:
-            subprocess.run([sys.executable, "-m", "bapipe", "slices", "stop"], env=work.environment, check=False)
+        work.stop_slices()
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main() -> None:
     found: dict[str, list[NDArray[np.float64]]] = {name: [] for name in RULES}
     for seed in range(FIRST, FIRST + options.profiles):
         case = random_case(seed)
-        request = Request(minibatch=case.minibatch, layer_error=LAYER_ERROR, link_error=LINK_ERROR)
+        request = Request(global_batch=case.global_batch, layer_error=LAYER_ERROR, link_error=LINK_ERROR)
         explored = explore(case.profile, case.cluster, request)
         outlook = explored.outlook
         assert outlook is not None

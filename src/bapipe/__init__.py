@@ -131,7 +131,7 @@ def plan(
     from bapipe.planner.inputs import FPGA_DTYPE, goes_on_fpgas, layers_for_fpgas, profile_for
 
     request = Request(
-        minibatch=global_batch,
+        global_batch=global_batch,
         microbatch=micro_batch,
         schedule=schedule,
         stages=stages,

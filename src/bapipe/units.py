@@ -36,6 +36,7 @@ _PREFIX = {
     "Gi": 2.0**30,
     "Ti": 2.0**40,
 }
+_LARGEST = 1e30
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
 _BYTES = re.compile(_NUMBER + r"([kKMGTP]i?)?(B|b|bit|bytes?)?\s*")
 _BANDWIDTH = re.compile(_NUMBER + r"([kKMGTP]i?)?(B|b|bit)(?:/s|ps)\s*")
@@ -49,9 +50,15 @@ _SECOND_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min
 def _plain(value: str | float, *, what: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
+    if not math.isfinite(value) or value < 0:
         raise BaPipeError(f"{what} must be a finite number of at least 0, got {value}")
+    return _bounded(float(value), what=what, got=value)
+
+
+def _bounded(number: float, *, what: str, got: str | float) -> float:
+    """No quantity that anyone means is larger, and products of several that are would not be finite."""
+    if number > _LARGEST:
+        raise BaPipeError(f"{what} must be at most {_LARGEST:g} in plain units, got {str(got)[:60]}; correct it")
     return number
 
 
@@ -64,7 +71,7 @@ def parse_bytes(value: str | float, *, what: str = "a size") -> float:
     if not match:
         raise BaPipeError(f"{what} must look like '16 GB' or '512 MiB', got '{str(value)[:60]}'")
     bits = match[3] in ("b", "bit")
-    return float(match[1]) * _PREFIX[match[2] or ""] / (8 if bits else 1)
+    return _bounded(float(match[1]) * _PREFIX[match[2] or ""] / (8 if bits else 1), what=what, got=value)
 
 
 def parse_bandwidth(value: str | float, *, what: str = "a bandwidth") -> float:
@@ -75,7 +82,8 @@ def parse_bandwidth(value: str | float, *, what: str = "a bandwidth") -> float:
     match = _BANDWIDTH.fullmatch(str(value))
     if not match:
         raise BaPipeError(f"{what} must look like '12 GB/s' or '250 Gb/s', got '{str(value)[:60]}'")
-    return float(match[1]) * _PREFIX[match[2] or ""] / (1 if match[3] == "B" else 8)
+    rate = float(match[1]) * _PREFIX[match[2] or ""] / (1 if match[3] == "B" else 8)
+    return _bounded(rate, what=what, got=value)
 
 
 def parse_flops(value: str | float, *, what: str = "a compute rate") -> float:
@@ -86,7 +94,7 @@ def parse_flops(value: str | float, *, what: str = "a compute rate") -> float:
     match = _FLOPS.fullmatch(str(value))
     if not match:
         raise BaPipeError(f"{what} must look like '15.7 TFLOPS', got '{str(value)[:60]}'")
-    return float(match[1]) * _PREFIX[match[2] or ""]
+    return _bounded(float(match[1]) * _PREFIX[match[2] or ""], what=what, got=value)
 
 
 def parse_seconds(value: str | float, *, what: str = "a time") -> float:
@@ -97,7 +105,7 @@ def parse_seconds(value: str | float, *, what: str = "a time") -> float:
     match = _SECONDS.fullmatch(str(value))
     if not match:
         raise BaPipeError(f"{what} must look like '5 us' or '1.5 ms', got '{str(value)[:60]}'")
-    return float(match[1]) * _SECOND_UNITS[match[2] or "s"]
+    return _bounded(float(match[1]) * _SECOND_UNITS[match[2] or "s"], what=what, got=value)
 
 
 def parse_share(value: str | float, *, what: str = "a share") -> float:
@@ -108,7 +116,7 @@ def parse_share(value: str | float, *, what: str = "a share") -> float:
     match = _SHARE.fullmatch(str(value))
     if not match:
         raise BaPipeError(f"{what} must look like '5%' or 0.05, got '{str(value)[:60]}'")
-    return float(match[1]) / (100 if match[2] else 1)
+    return _bounded(float(match[1]) / (100 if match[2] else 1), what=what, got=value)
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:

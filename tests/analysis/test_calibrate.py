@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bapipe.analysis.calibrate import Calibrated, ShortRun, calibrate
-from bapipe.analysis.recalibrate import predict_again
+from bapipe.analysis.recalibrate import fit_profile, predict_again
 from bapipe.costs.profile import Profile
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import Request, explore, make_plan
@@ -52,7 +52,7 @@ def ran(plan: Plan) -> ShortRun:
 def calibrated() -> Calibrated:
     profile, cluster = filed()
     plans = [
-        planned(profile, cluster, minibatch=8 * size, microbatch=size, schedule="1f1b-sno", stages=2)
+        planned(profile, cluster, global_batch=8 * size, microbatch=size, schedule="1f1b-sno", stages=2)
         for size in (1, 4)
     ]
     return calibrate(profile, cluster, [ran(plan) for plan in plans])
@@ -71,33 +71,66 @@ def test_layers_and_links_are_those_of_the_machine() -> None:
 def test_what_steps_take_beside_their_actions_is_added_to_every_prediction() -> None:
     profile, cluster = filed()
     plans = [
-        planned(profile, cluster, minibatch=8 * size, microbatch=size, schedule="1f1b-sno", stages=2)
+        planned(profile, cluster, global_batch=8 * size, microbatch=size, schedule="1f1b-sno", stages=2)
         for size in (1, 4)
     ]
     slow = [replace(run, seconds=run.seconds + 3.0) for run in map(ran, plans)]
     found = calibrate(profile, cluster, slow)
     assert found.profile.table("x").step_overhead == pytest.approx(3.0, rel=1e-6)
-    truth = planned(*true(), minibatch=16, schedule="gpipe").prediction.time
-    corrected = planned(found.profile, found.cluster, minibatch=16, schedule="gpipe").prediction.time
+    truth = planned(*true(), global_batch=16, schedule="gpipe").prediction.time
+    corrected = planned(found.profile, found.cluster, global_batch=16, schedule="gpipe").prediction.time
     assert corrected == pytest.approx(truth + 3.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-sno", "zb", "interleaved"])
 def test_plans_that_did_not_run_are_predicted(schedule: str) -> None:
     found = calibrated()
-    guess = planned(*filed(), minibatch=16, schedule=schedule).prediction.time
-    corrected = planned(found.profile, found.cluster, minibatch=16, schedule=schedule).prediction.time
-    truth = planned(*true(), minibatch=16, schedule=schedule).prediction.time
+    guess = planned(*filed(), global_batch=16, schedule=schedule).prediction.time
+    corrected = planned(found.profile, found.cluster, global_batch=16, schedule=schedule).prediction.time
+    truth = planned(*true(), global_batch=16, schedule=schedule).prediction.time
     assert corrected == pytest.approx(truth, rel=1e-3)
     assert abs(guess / truth - 1) > 0.2
+
+
+def test_runs_that_cut_at_other_layers_tell_the_layers_apart() -> None:
+    """One layer is three times as long as filed. A single run spreads that over its stage; with cuts on both sides
+    of the layer in other runs, the layer itself is found. A split backward and a whole one count alike."""
+    profile, cluster = filed()
+    table = profile.table("x")
+    factor = np.array([1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0])
+    slower = {name: tuple(map(tuple, np.array(getattr(table, name)) * factor)) for name in ("forward", "backward")}
+    truth = replace(profile, accelerators={"x": replace(table, **slower)})
+    runs = []
+    for cut, schedule in ((4, "1f1b-sno"), (3, "1f1b-sno"), (4, "zb-h1")):
+        other = planned(profile, cluster, global_batch=8, microbatch=1, schedule=schedule, stages=2)
+        bounds = ((0, cut - 1), (cut, LAYERS - 1))
+        stages = tuple(
+            replace(
+                stage,
+                first_layer=low,
+                last_layer=high,
+                layers=tuple(layer.name for layer in profile.layers[low : high + 1]),
+            )
+            for stage, (low, high) in zip(other.stages, bounds, strict=True)
+        )
+        plan = predict_again(replace(other, stages=stages), profile)
+        runs.append((plan, made_run(plan, plan_timeline(predict_again(plan, truth)))))
+    alone = np.array(fit_profile(profile, runs[:1]).table("x").forward) / np.array(table.forward)
+    assert np.ptp(alone[0][:4]) == pytest.approx(0.0, abs=1e-9)
+    together = np.array(fit_profile(profile, runs).table("x").forward) / np.array(table.forward)
+    assert together[0] == pytest.approx(factor, rel=0.05)
 
 
 def test_sums_of_gradients_have_the_rate_that_data_parallelism_showed() -> None:
     """Layers as filed, but sums five times slower: the rate is found from the step's time alone."""
     profile, cluster = filed()
-    plan = planned(profile, cluster, minibatch=8, microbatch=4, schedule="data-parallel")
+    plan = planned(profile, cluster, global_batch=8, microbatch=4, schedule="data-parallel")
     slow = planned(
-        profile, replace(cluster, collective_bandwidth=10.0), minibatch=8, microbatch=4, schedule="data-parallel"
+        profile,
+        replace(cluster, collective_bandwidth=10.0),
+        global_batch=8,
+        microbatch=4,
+        schedule="data-parallel",
     )
     run = ShortRun(plan=plan, records=(), seconds=slow.prediction.time)
     found = calibrate(profile, cluster, [run])

@@ -80,7 +80,7 @@ def _plan(
         strategy="by hand",
         microbatch_size=1,
         microbatches=4,
-        minibatch=4,
+        global_batch=4,
         stages=stages,
         schedule=ScheduleFile.of(schedule),
         prediction=Prediction(

@@ -21,7 +21,7 @@ from made_runs import made_run
 def _plan(cluster: Cluster, *, stages: int = 4, microbatches: int = 8) -> Plan:
     """Equal stages whose transfers take a while and are waited for."""
     profile = made_profile({"x": [1.0] * 8}, boundary=[0.25] * 8, sizes=(1,))
-    request = Request(minibatch=microbatches, microbatch=1, schedule="1f1b-sno", stages=stages)
+    request = Request(global_batch=microbatches, microbatch=1, schedule="1f1b-sno", stages=stages)
     return make_plan(explore(profile, cluster, request))
 
 

@@ -87,8 +87,8 @@ class Case:
     def plan(self) -> Plan:
         profile = self.profile()
         best = self.evaluated(profile)
-        minibatch = self.microbatch * self.schedule.num_microbatches
-        found = explore(profile, self.cluster(), Request(minibatch=minibatch, microbatch=self.microbatch))
+        global_batch = self.microbatch * self.schedule.num_microbatches
+        found = explore(profile, self.cluster(), Request(global_batch=global_batch, microbatch=self.microbatch))
         return make_plan(replace(found, best=best))
 
 
@@ -284,7 +284,7 @@ def test_a_recomputed_forward_and_its_first_run_share_one_figure() -> None:
 
 def test_a_shorter_last_microbatch_does_not_count() -> None:
     case = CASES["1f1b-so"]
-    plan = replace(case.plan(), minibatch=11)
+    plan = replace(case.plan(), global_batch=11)
     timeline = plan_timeline(plan)
     last = timeline.microbatches == 5
     shorter = replace(timeline, end=timeline.end - (last & (timeline.kinds == Kind.F)) * timeline.work / 2)

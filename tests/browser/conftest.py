@@ -143,7 +143,7 @@ def big(folder: Path) -> Path:
     """64 stages × 512 micro-batches: 65,536 forwards and backwards."""
     cluster = read_cluster("64xv100")
     profile = load_profile("gpt2-xl", types=list(cluster.types.values()), microbatches=[1])
-    request = Request(minibatch=512, microbatch=1, stages=64, schedule="1f1b-so")
+    request = Request(global_batch=512, microbatch=1, stages=64, schedule="1f1b-so")
     plan = make_plan(explore(profile, cluster, request))
     assert (len(plan.stages), plan.microbatches) == (64, 512)
     (folder / "big.html").write_text(render_report(make_subject(plan, profile=profile)), encoding="utf-8")

@@ -23,7 +23,7 @@ from bapipe.units import format_seconds
 from served import BAPIPE, Served, serving
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-START = {"model": "gnmt-8", "cluster": "4xv100-16", "minibatch": "64", "schedule": "1f1b-so"}
+START = {"model": "gnmt-8", "cluster": "4xv100-16", "global_batch": "64", "schedule": "1f1b-so"}
 Open = Callable[[str], Any]
 PATIENCE = 120.0
 """seconds; what has not happened by then does not happen"""
@@ -131,7 +131,7 @@ def address(values: dict[str, str]) -> str:
 def test_from_the_pick_to_the_download(open_app: Open, tmp_path: Path) -> None:
     page = open_app()
     page.turn("model", "gnmt-8")
-    page.turn("minibatch", "64")
+    page.turn("global_batch", "64")
     page.turn("schedule", "1f1b-so")
     first = page.plan()
     assert page.query() == START
@@ -220,16 +220,16 @@ def test_two_plans_side_by_side(open_app: Open) -> None:
 
 def test_reload_back_and_forward(open_app: Open) -> None:
     page = open_app(address(START))
-    page.turn("minibatch", "128")
+    page.turn("global_batch", "128")
     page.turn("split_layers", True)
     page.turn("optimizer", "adam")
     state, words = page.query(), page.script("return document.getElementById('answer').innerText;")
-    assert state == {**START, "minibatch": "128", "split_layers": "1", "optimizer": "adam"}
+    assert state == {**START, "global_batch": "128", "split_layers": "1", "optimizer": "adam"}
     page.chrome.refresh()
     page.settled()
     assert page.query() == state
     assert page.script("return document.getElementById('answer').innerText;") == words
-    names = "model kind count minibatch schedule optimizer"
+    names = "model kind count global_batch schedule optimizer"
     knobs = f"return '{names}'.split(' ').map(id => document.getElementById(id).value);"
     assert page.script(knobs) == ["gnmt-8", "v100-16", "4", "128", "1f1b-so", "adam"]
     for _ in range(3):
@@ -240,7 +240,7 @@ def test_reload_back_and_forward(open_app: Open) -> None:
     assert page.figure("time") == page.plan()["prediction"]["time"]
     page.chrome.forward()
     page.settled()
-    assert page.query() == {**START, "minibatch": "128"}
+    assert page.query() == {**START, "global_batch": "128"}
     assert page.figure("time") == page.plan()["prediction"]["time"]
 
 
@@ -287,7 +287,7 @@ def test_what_is_wrong_is_told_in_the_page(open_app: Open) -> None:
 
 
 def test_boards_of_fpgas_are_shown(open_app: Open) -> None:
-    page = open_app(address({"model": "alexnet", "cluster": "2xvcu118", "minibatch": "8"}))
+    page = open_app(address({"model": "alexnet", "cluster": "2xvcu118", "global_batch": "8"}))
     boards = page.plan()["deployment"]["boards"]
     shown = page.script(
         "return [...document.querySelectorAll('#boards-table tbody tr')]"
@@ -381,7 +381,7 @@ def test_the_guide_s_screenshot(open_app: Open, tmp_path: Path, browser: Any) ->
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    asked = {"model": "gnmt-8", "cluster": "4xv100", "link_bandwidth": "1.6GB/s", "minibatch": "2048"}
+    asked = {"model": "gnmt-8", "cluster": "4xv100", "link_bandwidth": "1.6GB/s", "global_batch": "2048"}
     page = open_app(address(asked))
     page.script("document.documentElement.style.scrollbarWidth = 'none';")
     page.script("document.getElementById('status').textContent = '';")  # how long it took differs
@@ -403,12 +403,12 @@ def test_a_timeline_too_large_to_send_is_told(open_app: Open) -> None:
         "  if (body && body.data) { body.data = null; body.actions = 999999; }"
         "  return new Response(JSON.stringify(body), {status: reply.status}); };"
     )
-    page.turn("minibatch", "32")
+    page.turn("global_batch", "32")
     words = page.script("return document.getElementById('timeline').innerText;")
     assert "999999 actions are too many for this page; bapipe report draws them" in words
     assert page.figure("time") == page.plan()["prediction"]["time"]
     page.script("window.fetch = window.asked;")
-    page.turn("minibatch", "16")
+    page.turn("global_batch", "16")
     assert page.script("return bapipe.view.stats.rects;") > 0
     assert page.errors() == []
 

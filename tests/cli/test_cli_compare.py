@@ -24,7 +24,9 @@ def _written(folder: Path, *, slower: float = 2.0) -> Plan:
     """A plan of two stages, its profile, and a run in which everything took so many times longer."""
     profile = made_profile({"x": [1.0] * 8}, boundary=[0.25] * 8)
     cluster = made_cluster({"x": 2}, bandwidth=1.0)
-    plan = make_plan(explore(profile, cluster, Request(minibatch=8, microbatch=1, stages=2, schedule="1f1b-sno")))
+    plan = make_plan(
+        explore(profile, cluster, Request(global_batch=8, microbatch=1, stages=2, schedule="1f1b-sno"))
+    )
     write_profile(profile, folder / "profile.json")
     write_plan(plan, folder / "plan.json")
     write_run(made_run(plan, stretched(plan_timeline(plan), slower)), folder / "run.json")

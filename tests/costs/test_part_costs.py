@@ -123,7 +123,7 @@ def test_tied_weights_are_counted_where_they_stand_first() -> None:
 
 
 def planned(profile: Profile) -> Plan:
-    request = Request(minibatch=8, microbatch=1, stages=2, schedule="1f1b-so", split_layers=True)
+    request = Request(global_batch=8, microbatch=1, stages=2, schedule="1f1b-so", split_layers=True)
     return make_plan(explore(profile, cluster(), request))
 
 
@@ -175,7 +175,7 @@ def test_a_plan_that_divides_says_where_parts_were_not_measured() -> None:
     (note,) = (item for item in planned(unknown).notes if item.startswith(told))
     assert note.endswith("though they may take longer: profile x with --parts")
     assert not any(item.startswith(told) for item in planned(known).notes)
-    whole = Request(minibatch=8, microbatch=1, stages=2, schedule="1f1b-so")
+    whole = Request(global_batch=8, microbatch=1, stages=2, schedule="1f1b-so")
     assert not any(item.startswith(told) for item in make_plan(explore(unknown, cluster(), whole)).notes)
 
 

@@ -60,6 +60,20 @@ def test_labels_say_where_it_comes_from() -> None:
     assert "assumed" not in table(read_pipedream_graph(SMALL, batch=128)).description
 
 
+@pytest.mark.parametrize(("batch", "side"), [(64, 112), (128, 55), (256, 224)])
+def test_the_batch_of_a_convolutional_network_is_inferred(tmp_path: Path, batch: int, side: int) -> None:
+    convolution = node(1, size=str(4 * batch * 64 * side**2), weights=4, what="Conv2d(3, 64, kernel_size=(7, 7))")
+    linear = "Linear(in_features=64, out_features=1000, bias=True)"
+    text = convolution + node(2, size=str(4 * batch * 1000), weights=4, what=linear) + "\tnode1 -- node2\n"
+    file = tmp_path / "made.graph.txt"
+    file.write_text(text, encoding="utf-8")
+    costs = table(read_pipedream_graph(file))
+    assert costs.microbatches == (batch,)
+    assert f"batch {batch}, as its activations have it" in costs.description
+    file.write_text(text.replace(linear, "Linear(in_features=64, out_features=999, bias=True)"), encoding="utf-8")
+    assert "batch 128, assumed as the file does not say it" in table(read_pipedream_graph(file)).description
+
+
 def test_order_of_lines_does_not_matter(tmp_path: Path) -> None:
     lines = SMALL.read_text(encoding="utf-8").splitlines()
     turned = read(tmp_path, "\n".join(reversed(lines)))

@@ -44,7 +44,7 @@ def test_measured_memory_counts_before_the_table() -> None:
 
 
 def test_the_plan_has_its_name_and_its_bytes() -> None:
-    request = Request(minibatch=64, microbatch=16, schedule="1f1b-sno", stages=2)
+    request = Request(global_batch=64, microbatch=16, schedule="1f1b-sno", stages=2)
     plain = make_plan(explore(profiled(), CLUSTER, request))
     heavy = make_plan(explore(profiled(optimizer="my:Lion", optimizer_state=12.0), CLUSTER, request))
     assert (plain.optimizer, heavy.optimizer) == ("sgd", "my:Lion")

@@ -64,7 +64,7 @@ def test_casts_are_counted_in_one_place() -> None:
 
 
 def test_a_plan_counts_casts_among_the_weights() -> None:
-    request = Request(minibatch=64, microbatch=4, schedule="1f1b-so", stages=4)
+    request = Request(global_batch=64, microbatch=4, schedule="1f1b-so", stages=4)
     plan = make_plan(explore(profile("bf16-mixed"), CLUSTER, request))
     assert plan.dtype == "bf16-mixed"
     assert plan.precision == find_precision("bf16-mixed")

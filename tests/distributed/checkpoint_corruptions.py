@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -16,23 +17,30 @@ MANIFEST = "checkpoint.json"
 Corruption = Callable[[random.Random, Path, list[Path]], str]
 
 
-def corrupt(chance: random.Random, checkpoint: Path, others: list[Path]) -> str:
+def corrupt(chance: random.Random, checkpoint: Path, others: list[Path], kind: str | None = None) -> str:
     """Do harm to a checkpoint, by chance; `others` are of other steps and runs. Returns what was done.
 
-    What is done may leave all values as they were, but no file of the checkpoint stays as it was.
+    What is done may leave all values as they were, but some file of the checkpoint does not stay as it was. The
+    `kind` is one of `KINDS`; None: any.
     """
     while True:
         before = _content(checkpoint)
-        done = chance.choice(list(KINDS.values()))(chance, checkpoint, others)
+        done = KINDS[kind or chance.choice(list(KINDS))](chance, checkpoint, others)
         if _content(checkpoint) != before:
             return done
 
 
-def _content(folder: Path) -> dict[str, bytes | None]:
-    return {
-        path.name: path.read_bytes() if path.is_file() and not path.is_symlink() else None
-        for path in folder.iterdir()
-    }
+def _content(folder: Path) -> dict[str, bytes | int | None]:
+    if not folder.stat().st_mode & 0o400:
+        return {}
+    return {path.name: _bytes(path) for path in folder.iterdir()}
+
+
+def _bytes(path: Path) -> bytes | int | None:
+    if not path.is_file() or path.is_symlink():
+        return None
+    mode = path.stat().st_mode
+    return path.read_bytes() if mode & 0o400 else mode
 
 
 def _any(chance: random.Random, folder: Path) -> Path:
@@ -99,10 +107,15 @@ def _swapped(chance: random.Random, folder: Path, others: list[Path]) -> str:  #
 
 
 def _copied(chance: random.Random, folder: Path, others: list[Path]) -> str:
-    """All of it is a valid file, but of another step or another run."""
+    """Valid files, but of another step or run; one that differs stays, or it were a whole checkpoint."""
     other = chance.choice(others)
     names = sorted(path.name for path in folder.iterdir())
     chosen = chance.sample(names, chance.randrange(1, len(names)))
+    differing = [name for name in names if (other / name).read_bytes() != (folder / name).read_bytes()]
+    if not differing:
+        return _flip(chance, folder, others)
+    if set(differing) <= set(chosen):
+        chosen.remove(differing[0])
     for name in chosen:
         shutil.copyfile(other / name, folder / name)
     return f"{', '.join(chosen)} of {other.parent.name}/{other.name}"
@@ -178,8 +191,8 @@ def _stripped(chance: random.Random, folder: Path, others: list[Path]) -> str:  
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     piece.write_bytes(data)
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    known = ("step", "model", "saved_under", "minibatch", "microbatch_size", "saved", "aliases", "torch")
-    old = {name: manifest[name] for name in known}
+    known = ("step", "model", "saved_under", "global_batch", "microbatch_size", "saved", "aliases", "torch")
+    old = {name: manifest[name] for name in known if name in manifest}
     sizes = {item.name: item.stat().st_size for item in sorted(folder.iterdir()) if item.name != MANIFEST}
     old = {"schema": "bapipe.checkpoint/1", **old, "files": sizes}
     path.write_text(json.dumps(old, indent=1), encoding="utf-8")
@@ -199,6 +212,68 @@ def _garbage(chance: random.Random, folder: Path, others: list[Path]) -> str:  #
     return f"the manifest is {text[:30]!r}"
 
 
+def _misnamed(chance: random.Random, folder: Path, others: list[Path]) -> str:  # noqa: ARG001
+    """A file under another name: a copy's suffix, another case, or another file's name."""
+    file = _any(chance, folder)
+    name = chance.choice([f"{file.name}.bak", file.name.upper(), f"{file.name} (1)", _any(chance, folder).name])
+    file.rename(folder / name)
+    return f"{file.name} renamed to {name}"
+
+
+def _empty(chance: random.Random, folder: Path, others: list[Path]) -> str:  # noqa: ARG001
+    """All files, or some, without a byte, as a disk that was full leaves them."""
+    files = sorted(folder.iterdir())
+    chosen = chance.choice([files, chance.sample(files, chance.randrange(1, len(files)))])
+    for file in chosen:
+        os.truncate(file, 0)
+    return f"{len(chosen)} files emptied"
+
+
+def _missing(chance: random.Random, folder: Path, others: list[Path]) -> str:  # noqa: ARG001
+    files = sorted(folder.iterdir())
+    chosen = chance.sample(files, chance.randrange(1, len(files) + 1))
+    for file in chosen:
+        file.unlink()
+    return f"{', '.join(file.name for file in chosen)} removed"
+
+
+def _forbidden(chance: random.Random, folder: Path, others: list[Path]) -> str:  # noqa: ARG001
+    """A file, or the folder, that may not be read; root may all the same, unless it gives that up."""
+    target = chance.choice([_any(chance, folder), folder])
+    target.chmod(0)
+    return f"{target.name} may not be read"
+
+
+def _newer(chance: random.Random, folder: Path, others: list[Path]) -> str:  # noqa: ARG001
+    """All is right but the schema, of the checkpoint or of the record of its training."""
+    path = folder / MANIFEST
+    data = json.loads(path.read_text(encoding="utf-8"))
+    record = folder / "training.json"
+    if chance.random() < 0.5 and record.exists():
+        text = record.read_text(encoding="utf-8").replace("bapipe.training/1", "bapipe.training/9")
+        record.write_text(text, encoding="utf-8")
+        content = text.encode()
+        data["files"][record.name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        done = "a newer schema of training.json"
+    else:
+        data["schema"], done = f"bapipe.checkpoint/{chance.randrange(3, 99)}", "a newer schema of the manifest"
+    data.pop("sha256", None)
+    data["sha256"] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    return done
+
+
+def _record_edited(chance: random.Random, folder: Path, others: list[Path]) -> str:
+    """What the checkpoint says of its training, edited by hand."""
+    path = folder / "training.json"
+    if not path.exists():
+        return _garbage(chance, folder, others)
+    text = path.read_text(encoding="utf-8")
+    edit = chance.choice([("aten.tanh", "aten.relu"), ("Adam", "SGD"), ('"fp32"', '"bf16"'), ("0.001", "0.01")])
+    path.write_text(text.replace(*edit), encoding="utf-8")
+    return f"{edit[0]} is {edit[1]} in training.json"
+
+
 KINDS: dict[str, Corruption] = {
     "bit": _flip,
     "bits": _flip_some,
@@ -214,4 +289,10 @@ KINDS: dict[str, Corruption] = {
     "alias": _renamed,
     "stripped": _stripped,
     "garbage": _garbage,
+    "renamed": _misnamed,
+    "empty": _empty,
+    "missing": _missing,
+    "forbidden": _forbidden,
+    "newer schema": _newer,
+    "edited record": _record_edited,
 }

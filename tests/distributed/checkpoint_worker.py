@@ -194,7 +194,7 @@ def train(
     draws = []
     while pipe.steps < steps:
         draws.append([float(torch.rand(())), random.random()])
-        inputs, targets = make_batch(model, numbers_of(model), 100 + place, plan.minibatch)
+        inputs, targets = make_batch(model, numbers_of(model), 100 + place, plan.global_batch)
         place += 1
         pipe.step(inputs, targets)
         pipe.clip_grad_norm_(1.0)

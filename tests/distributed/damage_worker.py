@@ -7,16 +7,18 @@ such a folder, FOLDER/onward, and is refused one where all came to harm, FOLDER/
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_corruptions import corrupt
+from checkpoint_corruptions import KINDS, corrupt
 from elastic_runs import ROOT, tiny_plan
 from forked_ranks import run_cases
 
@@ -26,6 +28,7 @@ from examples.tiny_model import build, loss, make_batch
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.capturing import Captured, capture
+from bapipe.torch.checkpoint.checkpoint_survey import summarise, verify_files
 from bapipe.torch.checkpoint.checkpoints import Checkpoints
 from bapipe.torch.checkpoint.whole_model import CheckpointState
 from bapipe.torch.runtime.pipeline import Pipeline
@@ -38,7 +41,7 @@ class Subject:
 
     def __init__(self, captured: Captured, folder: Path) -> None:
         plan = tiny_plan(2)
-        self.folder, self.minibatch = folder, plan.minibatch
+        self.folder, self.global_batch = folder, plan.global_batch
         self.pipe = Pipeline(captured, plan, loss, seed=None)
         self.optimizer = torch.optim.Adam(self.pipe.parameters())
         self.said: list[str] = []
@@ -53,7 +56,7 @@ class Subject:
                     parameter.normal_(0, 0.1)
             self.optimizer = torch.optim.Adam(self.pipe.parameters())
             self.pipe.steps = 0
-        inputs, target = make_batch(ord(run) + step, self.minibatch)
+        inputs, target = make_batch(ord(run) + step, self.global_batch)
         self.pipe.step(inputs.float(), target)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -93,8 +96,22 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def give_up_override() -> None:
+    """Be refused files that may not be read, also as root: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH go."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()
+    if libc.capget(header, sets) == 0:
+        for word in range(3):  # effective, permitted and inheritable, of the first 32
+            sets[word] &= ~(1 << 1 | 1 << 2)
+        libc.capset(header, sets)
+
+
 def main(folder: Path) -> int:
     settings = json.loads((folder / "count.json").read_text())
+    give_up_override()
     torch.manual_seed(0)
     module, args, kwargs = build(**SIZE)
     captured = capture(module, args, kwargs, check=False)
@@ -112,24 +129,39 @@ def _loads(folder: Path, subject: Subject, *, count: int, seed: int) -> list[dic
     source = folder / "a" / "step-00000003"
     others = [folder / run / f"step-{step:08d}" for run, step in subject.saved if (run, step) != ("a", 3)]
     whole = dict(CheckpointState(source))
-    work = folder / "work"
+    work, kinds = folder / "work", list(KINDS)
     found = []
     for number in range(count):
         by_folder = number % 2 == 1
-        what = [""]
+        what = ["", ""]
         if dist.get_rank() == 0:
+            for path in (work / source.name, *(work / source.name).glob("*")):
+                if path.exists() and not path.is_symlink():
+                    path.chmod(0o700)
             shutil.rmtree(work, ignore_errors=True)
             shutil.copytree(source, work / source.name)
             if by_folder:
                 shutil.copytree(source.with_name("step-00000002"), work / "step-00000002")
-            what = [corrupt(chance, work / source.name, others)]
+            kind = kinds[number // 2 % len(kinds)]
+            what = [corrupt(chance, work / source.name, others, kind), kind]
         dist.broadcast_object_list(what, src=0)
         subject.forget()
         subject.said.clear()
+        start = time.perf_counter()
         outcome, error = _outcome(subject, work if by_folder else work / source.name)
-        export = _export(work / source.name, whole) if dist.get_rank() == 0 else ""
+        seconds = time.perf_counter() - start
+        export, verified = _alone(work / source.name, whole) if dist.get_rank() == 0 else ("", "")
         found.append(
-            {"what": what[0], "outcome": outcome, "error": error, "export": export, "said": list(subject.said)}
+            {
+                "what": what[0],
+                "kind": what[1],
+                "outcome": outcome,
+                "error": error,
+                "export": export,
+                "verified": verified,
+                "said": list(subject.said),
+                "seconds": seconds,
+            }
         )
         dist.barrier()
     return found
@@ -157,7 +189,7 @@ def _onward(folder: Path, subject: Subject) -> dict[str, Any]:
     """Go on from the one before, to the step that came to harm."""
     checkpoints = _copied(subject, folder / "onward", (3,))
     loaded = checkpoints.load()
-    inputs, target = make_batch(ord("a") + 3, subject.minibatch)
+    inputs, target = make_batch(ord("a") + 3, subject.global_batch)
     subject.pipe.step(inputs.float(), target)
     subject.optimizer.step()
     subject.optimizer.zero_grad()
@@ -191,6 +223,16 @@ def _outcome(subject: Subject, path: Path) -> tuple[str, str]:
     if not same(subject.saved["a", loaded.step], subject.state()):
         return "wrong", "other values"
     return ("same" if loaded.step == 3 else "went back"), ""
+
+
+def _alone(path: Path, whole: dict[str, torch.Tensor]) -> tuple[str, str]:
+    """What one process makes of it: an export, and a verification of its files."""
+    try:
+        summarise(path)
+        verified = "damaged" if verify_files(path).damaged else "whole"
+    except Exception as error:
+        verified = f"foreign {error!r}"
+    return _export(path, whole), verified
 
 
 def _export(path: Path, whole: dict[str, torch.Tensor]) -> str:

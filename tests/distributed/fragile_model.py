@@ -1,6 +1,7 @@
 """A model whose second layer does what the test asks in a given forward: it is killed, raises or never returns.
 
-`place` asks the same of other code: the backward of that layer, the loss, or a look-up with an index out of range.
+`place` asks the same of other code: the backward of that layer, the loss, a look-up with an index out of range, or
+the function that builds the model, on rank 1.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ asked: dict[str, Any] = {}
 """what the model was built with, and how many times are left"""
 
 
+class Leaving(BaseException):
+    """What `except Exception` does not catch."""
+
+
+LEAVING = {"exit": SystemExit, "interrupt": KeyboardInterrupt, "leave": Leaving}
+
+
 def fail(how: str, note: str) -> None:
     Path(note).write_text(str(time.time()), encoding="ascii")
     if how == "kill":
@@ -28,6 +36,8 @@ def fail(how: str, note: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hang":
         time.sleep(600)
+    if how in LEAVING:
+        raise LEAVING[how]("the layer leaves")
     raise ValueError("the layer broke\nas the test asked")
 
 
@@ -78,6 +88,8 @@ def build(
     *, how: str, at: int = 30, note: str = "", place: str = "forward"
 ) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     asked.update(how=how, left=at, note=note, place=place)
+    if place == "build" and os.environ.get("RANK") == "1":
+        fail(how, note)
     second = LookUp() if place == "look-up" else Fragile(how, place, note)
     first = nn.Linear(FEATURES, FEATURES)
     if place == "look-up":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from bapipe.models.layers import ModelRef
 from bapipe.torch.checkpoint.checkpoint_folder import begin_checkpoint, commit_checkpoint
 from bapipe.torch.checkpoint.checkpoint_manifest import MANIFEST, METADATA, SMALL_STATE, Manifest, SavedFile
 
-__all__ = ["made", "names", "of_schema"]
+__all__ = ["made", "names", "of_schema", "signed"]
 
 
 def made(folder: Path, step: int) -> Path:
@@ -23,7 +24,7 @@ def made(folder: Path, step: int) -> Path:
         step=step,
         model=ModelRef(name="any"),
         saved_under="a test",
-        minibatch=4,
+        global_batch=4,
         microbatch_size=2,
         saved=(),
         tensors="0" * 64,
@@ -38,10 +39,19 @@ def made(folder: Path, step: int) -> Path:
 
 def of_schema(checkpoint: Path, schema: str) -> None:
     """Make a checkpoint one that another version could have written: all is right but the schema."""
-    path = checkpoint / MANIFEST
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     data["schema"], data["new"] = schema, True
-    del data["sha256"]
+    signed(checkpoint, data)
+
+
+def signed(checkpoint: Path, manifest: dict[str, Any] | None = None) -> None:
+    """Write a manifest, by default the one that is there, with the checksums of the files and of itself."""
+    path = checkpoint / MANIFEST
+    data = manifest or json.loads(path.read_text(encoding="utf-8"))
+    data.pop("sha256", None)
+    for name in data["files"]:
+        content = (checkpoint / name).read_bytes()
+        data["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     data["sha256"] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(data), encoding="utf-8")
 

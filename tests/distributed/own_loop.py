@@ -7,6 +7,7 @@ does something long that has nothing to do with the pipeline.
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import time
@@ -31,11 +32,15 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="of a global batch, where it is not the planned one")
     parser.add_argument("--own-group", action="store_true", help="make the process group here")
     parser.add_argument("--environment", action="store_true", help="leave the node's name, too")
+    parser.add_argument("--leave-open", action="store_true", help="end without close; note if a group is left")
     options = parser.parse_args()
     logging.basicConfig(format="bapipe: %(message)s")
     torch.set_num_threads(1)
     if options.own_group:
         dist.init_process_group("gloo")
+    if options.leave_open:
+        note = options.folder / f"group-{os.environ['RANK']}"
+        atexit.register(lambda: note.write_text(str(dist.is_initialized()), encoding="ascii"))
     plan = read_plan(options.plan)
     built = build_model(plan.model, folders=[Path.cwd()])
     pipe = Pipeline(
@@ -45,7 +50,7 @@ def main() -> None:
     if options.environment:
         (options.folder / f"node-{pipe.rank}").write_text(os.environ["BAPIPE_NODE"], encoding="ascii")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.001)
-    batches = batches_for(built, "synthetic", minibatch=options.samples or plan.minibatch, seed=0)
+    batches = batches_for(built, "synthetic", global_batch=options.samples or plan.global_batch, seed=0)
     for step in range(options.steps):
         pipe.step(*batches(step))
         optimizer.step()
@@ -54,6 +59,8 @@ def main() -> None:
             (options.folder / f"stepped-{pipe.rank}").touch()
             if pipe.rank == options.slow:
                 time.sleep(600)
+    if options.leave_open:
+        return
     pipe.close()
     dist.destroy_process_group()
 

@@ -53,7 +53,7 @@ def _run_case(case: PipeDreamCase, captured: Captured) -> dict[str, Any] | None:
     plan = make_plan(case, own)
     pipe = PipeDream(own, plan, SUBJECTS[case.model].loss, vertical_sync=case.vertical_sync)
     optimizer = make_optimizer(case, list(pipe.parameters()))
-    batches = [make_batch(case.model, case.numbers, step, plan.minibatch) for step in range(case.steps)]
+    batches = [make_batch(case.model, case.numbers, step, plan.global_batch) for step in range(case.steps)]
     parts = {name: part for name, _, part in pipe.held() if part is not None}
     alike = _alike(list(pipe.parameters()))
     kept: dict[int, Gradients] = {}

@@ -273,7 +273,7 @@ def test_a_run_does_not_start_beside_anothers_checkpoints(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--every", "2"), "--every, --async and --resume are about checkpoints; give their folder: --checkpoint"),
+        (("--every", "2"), "--accept-changes are about checkpoints; give their folder: --checkpoint"),
         (("--checkpoint", "x", "--every", "0"), "--every must be at least 1 step, got 0; raise it"),
         (("--checkpoint", "x", "--keep", "0"), "--keep must be at least 1 checkpoint, got 0; raise it"),
         (("--elastic", "--checkpoint", "x"), "it needs --profile and --checkpoint; give both"),

@@ -175,8 +175,8 @@ def test_an_elastic_run_goes_on_with_what_is_left(tmp_path: Path, calm: Callable
     assert re.search(r"bapipe: rank 1 on .*, stage 1, .*: was killed by SIGKILL", output)
     after = read_plan(saved / "plan-2.json")
     assert after.ranks == ("localhost/0", "localhost/2")
-    assert (after.minibatch, after.microbatch_size, after.optimizer) == (32, 8, "adam")
-    assert describe_change(plan, after, "localhost/1") in output
+    assert (after.global_batch, after.microbatch_size, after.optimizer) == (32, 8, "adam")
+    assert describe_change(plan, after, "localhost/1 is lost") in output
     assert re.search(rf"training goes on from {saved}/step-0000000[246] by {saved}/plan-2.json", output)
     assert output.count("step 7  loss") == 1
     wanted, found = states(calm(SHORT) / "step-00000008"), states(saved)
@@ -194,7 +194,7 @@ def test_a_plan_without_an_accelerator() -> None:
     assert alone.ranks == ("localhost/1",)
     with pytest.raises(BaPipeError, match="no accelerator is left"):
         plan_without(alone, profile, "localhost/1")
-    text = describe_change(plan, after, "localhost/0")
+    text = describe_change(plan, after, "localhost/0 is lost")
     assert text.startswith(
         "localhost/0 is lost; planned again on 2 of 2 accelerators:\n  before  1f1b-so, layers 0–1 |"
     )

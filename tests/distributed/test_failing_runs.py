@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="running a plan needs torch: pip install bapipe[torch]")
 
 import torch.distributed as dist  # noqa: E402
+from elastic_runs import COMMAND, ENVIRONMENT, ranks_of, tiny_plan  # noqa: E402
 from run_plans import ROOT, fragile_plan, small_plan  # noqa: E402
 
 from bapipe.errors import BaPipeError  # noqa: E402
@@ -46,12 +47,19 @@ FAR_TOO_LONG = 240
             r"given \(2, 4\) float64",
         ),
         ("stop", r"does not answer; rank [02] waited 10 s"),
+        ("exit", r"SystemExit: the layer leaves \(.*fragile_model.py:\d+\)"),
+        pytest.param(
+            "interrupt",
+            r"KeyboardInterrupt: the layer leaves \(.*fragile_model.py:\d+\)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("leave", r"Leaving: the layer leaves \(.*fragile_model.py:\d+\)", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_ends_a_run_with_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{ROOT / 'src'}")
     write_plan(fragile_plan(how, tmp_path / "note"), tmp_path / "plan.json")
     options = RunOptions(steps=1000, timeout=10 if how == "stop" else FAR_TOO_LONG)
     code = launch(tmp_path / "plan.json", options)
@@ -69,6 +77,64 @@ def test_a_rank_that_fails_ends_a_run_with_one_line(
     assert "rank 1 (1B" in table[1]
     assert re.search(r"action 1F\d of step \d+ +not known .* ago$", table[2])
     assert "rank 1 (1F" in table[3]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "line"),
+    [
+        ("kill", 1, rf"rank 1 on {HOST}, stage 1, [a-z ]+: was killed by SIGKILL(; rank [02] noticed)?"),
+        (
+            "exit",
+            2,
+            r"'fragile_model:build' called with \(.*\) failed: SystemExit: the layer leaves; correct it or .*",
+        ),
+    ],
+)
+def test_a_rank_that_ends_while_it_builds_its_model_is_the_one_that_is_named(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    code: int,
+    line: str,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{ROOT / 'src'}")
+    write_plan(fragile_plan(how, tmp_path / "note", place="build"), tmp_path / "plan.json")
+    assert launch(tmp_path / "plan.json", RunOptions(steps=3, timeout=FAR_TOO_LONG)) == code
+    assert time.time() - float((tmp_path / "note").read_text()) < FAR_TOO_LONG / 4
+    said = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(rf"bapipe: {line}", said[-1]), said
+
+
+def test_two_ranks_that_are_stopped_at_once_are_both_named_in_time(tmp_path: Path) -> None:
+    """The others know after the timeout, and nobody waits for ranks that cannot hear."""
+    timeout = 5
+    write_plan(tiny_plan(3), tmp_path / "plan.json")
+    command = [*COMMAND, str(tmp_path / "plan.json"), "--steps", "1000000", "--timeout", str(timeout)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith("step 3 "):
+                assert process.poll() is None
+            ranks = ranks_of(process.pid)
+            stopped = time.monotonic()
+            for rank in (1, 2):
+                os.kill(ranks[rank], signal.SIGSTOP)
+            error = process.communicate(timeout=FAR_TOO_LONG)[1]
+            took = time.monotonic() - stopped
+        finally:
+            process.kill()
+    first, *table = error.splitlines()
+    named = r"rank ([12]) on .*: does not answer, nor does rank ([12]); rank 0 waited 5 s"
+    found = re.fullmatch(rf"bapipe: {named}", first)
+    assert found is not None, error
+    assert sorted(found.groups()) == ["1", "2"], error
+    assert len(table) == 4
+    assert process.returncode == 1
+    # Half a minute is what a launcher waits for a rank that does not end.
+    assert took < timeout + 25, error
 
 
 @pytest.fixture
@@ -164,7 +230,7 @@ def _pipeline(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, An
     monkeypatch.syspath_prepend(str(HERE))
     built = build_model(plan.model, folders=[ROOT], precision=plan.dtype)
     pipe = Pipeline(lambda: (built.module, built.args, built.kwargs), plan, built.loss, seed=None)
-    return pipe, batches_for(built, "synthetic", minibatch=plan.minibatch, seed=0)
+    return pipe, batches_for(built, "synthetic", global_batch=plan.global_batch, seed=0)
 
 
 @pytest.mark.usefixtures("alone")

@@ -104,7 +104,7 @@ def test_plan_run_and_compare(tmp_path: Path) -> None:
     """From the command line, checked against one process; the record says how many versions there were."""
     folder, program = HERE.parents[1], Path(sys.executable).with_name("bapipe")
     plan, run = tmp_path / "plan.json", tmp_path / "run.json"
-    what = ("examples/tiny-profile.json", "--cluster", "examples/cluster-two-cpus.toml", "--minibatch", "32")
+    what = ("examples/tiny-profile.json", "--cluster", "examples/cluster-two-cpus.toml", "--global-batch", "32")
     how = ("--schedule", "pipedream", "--strategy", "pipedream", "--out", str(plan))
     assert bapipe("plan", *what, *how, folder=folder).returncode == 0
     trained = subprocess.run(

@@ -67,7 +67,7 @@ def test_a_run_is_checked_recorded_and_told_as_json(tmp_path: Path) -> None:
     for told, kept in zip(steps, record.steps, strict=True):
         assert told["loss"] == kept.loss
         assert told["seconds"] == pytest.approx(kept.seconds)
-        assert told["samples_per_second"] == pytest.approx(plan.minibatch / kept.seconds)
+        assert told["samples_per_second"] == pytest.approx(plan.global_batch / kept.seconds)
         assert told["measured_over_predicted"] == pytest.approx(kept.seconds / plan.prediction.time)
         assert 0 < told["bubble"] < 1
     assert record.recorded_step in (1, 2, 3)
@@ -123,7 +123,9 @@ def test_the_digits_are_learnt_and_a_line_is_printed_per_step(tmp_path: Path) ->
     line = re.compile(
         r"step (\d+)  loss (\d\.\d{6})  \S+ (?:s|ms|µs)  \S+ samples/s  bubble \d+\.\d%  \d+\.\d\dx predicted"
     )
-    found = [line.fullmatch(text) for text in result.stdout.splitlines()]
+    lines = result.stdout.splitlines()
+    # On a busy machine one of the ranks may be named for its slowness.
+    found = [line.fullmatch(text) for text in lines if not text.startswith("rank ")]
     assert len(found) == 24
     losses = [float(match[2]) for match in found if match is not None]
     assert losses[-1] < 0.7 * losses[0]

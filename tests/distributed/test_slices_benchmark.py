@@ -38,7 +38,7 @@ def _check_measured(row: dict[str, Any], ranks: int) -> None:
     assert "error" not in row, row
     assert row["predicted"] > 0
     assert row["measured"] > 0
-    assert row["throughput"] == pytest.approx(row["minibatch"] / row["measured"])
+    assert row["throughput"] == pytest.approx(row["global_batch"] / row["measured"])
     assert len(row["memory_measured"]) == ranks
 
 

@@ -252,9 +252,9 @@ def run_case(case: TokenCase, captured: Captured) -> dict[str, Any]:
         warnings.simplefilter("always")
         if case.schedule == "pipedream":
             plan = replace(plan, schedule=ScheduleFile.of(pipedream(2, plan.microbatches)))
-            found = _run_pipedream(case, PipeDream(own, plan, subject.loss), plan.minibatch)
+            found = _run_pipedream(case, PipeDream(own, plan, subject.loss), plan.global_batch)
         else:
-            found = _run_pipeline(case, Pipeline(own, plan, subject.loss), plan.minibatch)
+            found = _run_pipeline(case, Pipeline(own, plan, subject.loss), plan.global_batch)
     return {**found, "warnings": [str(item.message) for item in said]}
 
 

@@ -53,7 +53,7 @@ def test_a_better_data_parallel_baseline_removes_the_gain(rows: dict[str, object
 @pytest.mark.parametrize("schedule", ["fbp-as", "1f1b-as"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_table_1_is_what_the_simulator_says(schedule: str, count: int) -> None:
-    found = explore_fpga(LIKE, cluster_of(count), Request(minibatch=24, schedule=schedule))
+    found = explore_fpga(LIKE, cluster_of(count), Request(global_batch=24, schedule=schedule))
     best = found.best
     M, N = best.rule.microbatches, len(best.loads)
     _, timeline = simulated(best, found.cluster)
@@ -67,7 +67,7 @@ def test_table_1_is_what_the_simulator_says(schedule: str, count: int) -> None:
 
 
 def test_a_slow_link_stretches_the_first_and_last_slots_too() -> None:
-    found = explore_fpga(LIKE, cluster_of(3, link=2e7), Request(minibatch=12, schedule="fbp-as", stages=3))
+    found = explore_fpga(LIKE, cluster_of(3, link=2e7), Request(global_batch=12, schedule="fbp-as", stages=3))
     _, timeline = simulated(found.best, found.cluster)
     assert found.best.binding[0] == "link"
     assert timeline.time == pytest.approx(found.best.time, rel=1e-12)
@@ -76,19 +76,19 @@ def test_a_slow_link_stretches_the_first_and_last_slots_too() -> None:
 def test_1f1b_wins_where_features_spill_and_layers_need_no_refill() -> None:
     """Twice the features in flight cost fbp-as DDR time; without refill 1f1b-as has nothing to pay."""
     cluster = cluster_of(4, ram=2e5, ddr_bandwidth=2e9, dsp=4000)
-    found = explore_fpga(LIKE, cluster, Request(minibatch=32), parameters=Parameters(refill=0.0))
+    found = explore_fpga(LIKE, cluster, Request(global_batch=32), parameters=Parameters(refill=0.0))
     assert found.best.rule.schedule == "1f1b-as"
     assert "half the activations" in make_fpga_plan(found).notes[0]
-    again = explore_fpga(LIKE, cluster_of(4), Request(minibatch=32))
+    again = explore_fpga(LIKE, cluster_of(4), Request(global_batch=32))
     assert again.best.rule.schedule == "fbp-as"
     assert "streams on" in make_fpga_plan(again).notes[0]
 
 
 def test_fluid_is_never_slower_than_whole_tiles() -> None:
     for count in (1, 2, 3):
-        whole = explore_fpga(CHAIN, cluster_of(count), Request(minibatch=16))
+        whole = explore_fpga(CHAIN, cluster_of(count), Request(global_batch=16))
         fluid = explore_fpga(
-            CHAIN, cluster_of(count), Request(minibatch=16), parameters=Parameters(allocation="fluid")
+            CHAIN, cluster_of(count), Request(global_batch=16), parameters=Parameters(allocation="fluid")
         )
         assert fluid.best.time <= whole.best.time * (1 + 1e-9)
         assert fluid.lower_bound == whole.lower_bound <= fluid.best.time
@@ -96,7 +96,7 @@ def test_fluid_is_never_slower_than_whole_tiles() -> None:
 
 def test_more_of_the_network_goes_to_the_larger_board() -> None:
     large, small = board_type("large", dsp=3000), board_type("small", dsp=1000)
-    found = explore_fpga(CHAIN, chain_of([large, small]), Request(minibatch=64))
+    found = explore_fpga(CHAIN, chain_of([large, small]), Request(global_batch=64))
     macs = [float(found.units.macs[load.stop] - found.units.macs[load.first]) for load in found.best.loads]
     assert macs[0] / macs[1] == pytest.approx(3, rel=0.15)
     assert any(stage.fractions for stage in make_fpga_plan(found).stages)
@@ -105,7 +105,7 @@ def test_more_of_the_network_goes_to_the_larger_board() -> None:
 def test_the_paper_s_steps_are_no_better_than_the_exact_search() -> None:
     for kinds in ([board_type()] * 3, [board_type("a", dsp=500), board_type("b", dsp=2000)]):
         times = {
-            name: explore_fpga(CHAIN, chain_of(kinds), Request(minibatch=32, strategy=name)).best.time
+            name: explore_fpga(CHAIN, chain_of(kinds), Request(global_batch=32, strategy=name)).best.time
             for name in ("exact", "bapipe", "uniform", "time")
         }
         assert times["exact"] <= min(times.values()) * (1 + 1e-9)
@@ -114,7 +114,7 @@ def test_the_paper_s_steps_are_no_better_than_the_exact_search() -> None:
 def test_parking_shortens_what_ddr_binds_and_fills_the_neighbour() -> None:
     model = conv_model([(8, 16, 3, 24, 24), (16, 16, 3, 24, 24), (16, 64, 1, 4, 4), (64, 256, 3, 4, 4)])
     cluster = cluster_of(2, ram=4e5, ddr_bandwidth=1e8, dsp=2000)
-    request = Request(minibatch=16, schedule="fbp-as", stages=2)
+    request = Request(global_batch=16, schedule="fbp-as", stages=2)
     run = explore_fpga(model, cluster, request, parameters=Parameters(slices=1)).best.run
     plain = dimension(run, 0, (3, 4))
     parked = dimension(dataclasses.replace(run, parameters=Parameters(slices=1, parking=True)), 0, (3, 4))
@@ -148,7 +148,7 @@ def test_a_plan_can_be_written_read_and_timed_again(tmp_path) -> None:  # type: 
 
 
 def test_stages_share_every_layer_whole() -> None:
-    plan = make_fpga_plan(explore_fpga(CHAIN, cluster_of(4), Request(minibatch=16)))
+    plan = make_fpga_plan(explore_fpga(CHAIN, cluster_of(4), Request(global_batch=16)))
     shares: dict[int, list[tuple[int, int, int]]] = {}
     for stage in plan.stages:
         parts = {part.layer: (part.start, part.stop, part.of) for part in stage.fractions}
@@ -162,7 +162,7 @@ def test_stages_share_every_layer_whole() -> None:
 
 
 def test_data_parallel_shares_finish_together() -> None:
-    found = explore_fpga(CHAIN, chain_of([board_type("a", dsp=3000), board_type("b")]), Request(minibatch=100))
+    found = explore_fpga(CHAIN, chain_of([board_type("a", dsp=3000), board_type("b")]), Request(global_batch=100))
     for alternative in found.alternatives:
         assert sum(item.images for item in alternative.replicas) == 100
         assert alternative.time is not None
@@ -231,7 +231,7 @@ def test_shared_passes_need_images_that_are_live_together() -> None:
         explore_fpga(
             CHAIN,
             cluster,
-            Request(minibatch=16, schedule="fbp-as", microbatch=1),
+            Request(global_batch=16, schedule="fbp-as", microbatch=1),
             parameters=Parameters(reuse=reuse),
         ).best.period
         for reuse in (1, 2, 4, 64)
@@ -247,7 +247,7 @@ def test_coarse_places_to_cut_leave_no_board_empty() -> None:
             found = explore_fpga(
                 model,
                 cluster_of(3, dsp=20, ram=3e4),
-                Request(minibatch=8, strategy=strategy),
+                Request(global_batch=8, strategy=strategy),
                 parameters=Parameters(slices=slices),
             )
             assert all(load.stop > load.first for load in found.best.loads)

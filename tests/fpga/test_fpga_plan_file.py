@@ -16,7 +16,7 @@ from bapipe.records.plan import read_plan, write_plan
 
 @pytest.mark.parametrize(("model", "cluster"), [("alexnet", "2xvcu118"), ("resnet18", "2xvcu129+2xvcu118")])
 def test_the_hash_is_that_of_the_file(model: str, cluster: str, tmp_path: Path) -> None:
-    found = explore_fpga(layers_for_fpgas(model), read_cluster(cluster), Request(minibatch=32))
+    found = explore_fpga(layers_for_fpgas(model), read_cluster(cluster), Request(global_batch=32))
     plan = make_fpga_plan(found)
     write_plan(plan, tmp_path / "plan.json")
     again = read_plan(tmp_path / "plan.json")

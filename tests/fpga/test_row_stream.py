@@ -20,7 +20,7 @@ SHAPES = {
 def board_of(convs: list[Conv], dsp: int) -> BoardDeployment:
     model = conv_model([(c.inputs, c.outputs, c.kernel, c.height, c.width) for c in convs])
     found = explore_fpga(
-        model, cluster_of(1, dsp=dsp, utilisation=1.0), Request(minibatch=8, microbatch=1, schedule="fbp-as")
+        model, cluster_of(1, dsp=dsp, utilisation=1.0), Request(global_batch=8, microbatch=1, schedule="fbp-as")
     )
     deployment = make_fpga_plan(found).deployment
     assert deployment is not None

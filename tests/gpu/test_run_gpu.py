@@ -88,7 +88,7 @@ def trained(plan: Plan, folder: Path) -> list[dict[str, object]]:
 @pytest.mark.parametrize("schedule", ["1f1b-so", "gpipe", "zb-h1", "data-parallel", "pipedream"])
 def test_a_plan_trains_as_one_process_does(profile: Profile, schedule: str, tmp_path: Path) -> None:
     stages = None if schedule == "data-parallel" else 2
-    request = Request(minibatch=16, microbatch=4, schedule=schedule, stages=stages)
+    request = Request(global_batch=16, microbatch=4, schedule=schedule, stages=stages)
     told = trained(make_plan(explore(profile, CLUSTER, request)), tmp_path)
     assert any("check" in line for line in told), told
 
@@ -97,7 +97,7 @@ def test_a_plan_trains_as_one_process_does(profile: Profile, schedule: str, tmp_
 def test_a_plan_with_a_divided_layer_trains_as_one_process_does(
     profile: Profile, schedule: str, tmp_path: Path
 ) -> None:
-    request = Request(minibatch=16, microbatch=4, schedule=schedule, stages=2, split_layers=True)
+    request = Request(global_batch=16, microbatch=4, schedule=schedule, stages=2, split_layers=True)
     uneven = profile.accelerators[TYPE]
     (forward,) = uneven.forward
     middle = len(forward) // 2

@@ -27,7 +27,7 @@ def one_rank(*, compiled: bool = False) -> Plan:
         plan,
         model=replace(plan.model, fingerprint=None),
         dtype="fp64",
-        minibatch=8,
+        global_batch=8,
         microbatches=2,
         microbatch_size=4,
         stages=(stage,),

@@ -41,7 +41,7 @@ def picture_plan() -> tuple[Plan, Profile]:
     cluster = with_link_bandwidth(read_cluster("4xv100"), 1.6e9)
     sizes = [2**exponent for exponent in range(8)]
     profile = load_profile("gnmt-8", types=list(cluster.types.values()), microbatches=sizes)
-    return make_plan(explore(profile, cluster, Request(minibatch=2048))), profile
+    return make_plan(explore(profile, cluster, Request(global_batch=2048))), profile
 
 
 def picture_sources() -> dict[str, str]:

@@ -23,15 +23,15 @@ REFERENCE = REPOSITORY / "tests" / "data" / "reference_plans.json"
 CLUSTERS = ("4xv100", "8xa100", "2xa100+2xv100")
 OTHERS = {
     "adam": ("bert-large", "--cluster", "8xa100", "--optimizer", "adam"),
-    "slow links": ("vgg16", "--cluster", "4xv100", "--link-bandwidth", "0.8GB/s", "--minibatch", "1024"),
+    "slow links": ("vgg16", "--cluster", "4xv100", "--link-bandwidth", "0.8GB/s", "--global-batch", "1024"),
     "little memory": ("gpt2-xl", "--cluster", "8xa100", "--memory-limit", "12GB", "--optimizer", "adam"),
-    "split layers": ("gnmt-8", "--cluster", "4xv100", "--minibatch", "512", "--split-layers"),
+    "split layers": ("gnmt-8", "--cluster", "4xv100", "--global-batch", "512", "--split-layers"),
     "mixed slices": ("examples/mixed/both.json", "--cluster", "examples/mixed/cluster.toml"),
     "two nodes": ("gpt2-large", "--cluster", "examples/two-nodes/cluster.toml"),
     "the paper's space": ("vgg16", "--cluster", "4xv100", "--space", "paper", "--strategy", "bapipe"),
-    "FPGAs": ("resnet50", "--cluster", "2xvcu129+2xvcu118", "--minibatch", "128"),
+    "FPGAs": ("resnet50", "--cluster", "2xvcu129+2xvcu118", "--global-batch", "128"),
     **{
-        schedule: ("resnet50", "--cluster", "4xv100", "--minibatch", "512", "--schedule", schedule)
+        schedule: ("resnet50", "--cluster", "4xv100", "--global-batch", "512", "--schedule", schedule)
         for schedule in ("1f1b-sno", "1f1b-so", "gpipe", "zb", "zb-h1", "zb-h2", "interleaved", "pipedream")
     },
 }
@@ -79,7 +79,7 @@ def cases() -> Iterator[Case]:
         profile = json.loads(path.read_text(encoding="utf-8"))
         for kind in profile["accelerators"]:
             relative = path.relative_to(REPOSITORY).as_posix()
-            arguments = (relative, "--minibatch", "256", "--dtype", profile["dtype"])
+            arguments = (relative, "--global-batch", "256", "--dtype", profile["dtype"])
             yield Case(f"{relative} on 4x{kind}", arguments, slices_of=kind)
     for name, arguments in OTHERS.items():
         yield Case(name, arguments)

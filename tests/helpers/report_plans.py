@@ -29,27 +29,27 @@ class Case:
 
 
 SHAPES = {
-    "straight": Case(model="gnmt-8", request=Request(minibatch=256, stages=4, schedule="1f1b-so")),
+    "straight": Case(model="gnmt-8", request=Request(global_batch=256, stages=4, schedule="1f1b-so")),
     "zero bubble": Case(
-        model="gnmt-8", request=Request(minibatch=256, stages=4, schedule="zb-h1", optimizer="adam")
+        model="gnmt-8", request=Request(global_batch=256, stages=4, schedule="zb-h1", optimizer="adam")
     ),
-    "interleaved": Case(model="gnmt-8", request=Request(minibatch=256, schedule="interleaved")),
-    "data parallel": Case(model="resnet50", request=Request(minibatch=256, schedule="data-parallel")),
-    "hybrid": Case(model="vgg16", request=Request(minibatch=256, strategy="pipedream", optimizer="momentum")),
+    "interleaved": Case(model="gnmt-8", request=Request(global_batch=256, schedule="interleaved")),
+    "data parallel": Case(model="resnet50", request=Request(global_batch=256, schedule="data-parallel")),
+    "hybrid": Case(model="vgg16", request=Request(global_batch=256, strategy="pipedream", optimizer="momentum")),
     "split layers": Case(
         model="vgg16",
         bandwidth=100e9,
-        request=Request(minibatch=64, microbatch=1, stages=4, split_layers=True, schedule="1f1b-so"),
+        request=Request(global_batch=64, microbatch=1, stages=4, split_layers=True, schedule="1f1b-so"),
     ),
     "mixed types": Case(
-        model="bert-base", cluster="2xa100+2xv100", request=Request(minibatch=128, stages=4, schedule="1f1b")
+        model="bert-base", cluster="2xa100+2xv100", request=Request(global_batch=128, stages=4, schedule="1f1b")
     ),
-    "recompute": Case(model="bert-base", request=Request(minibatch=256, schedule="gpipe")),
+    "recompute": Case(model="bert-base", request=Request(global_batch=256, schedule="gpipe")),
     "two lanes": Case(
         model="vgg16",
         cluster="4xvcu118",
         dtype="fp16",
-        request=Request(minibatch=16, microbatch=1, stages=4, schedule="fbp-as"),
+        request=Request(global_batch=16, microbatch=1, stages=4, schedule="fbp-as"),
     ),
 }
 

@@ -46,6 +46,43 @@ class TestWrite:
         assert path.read_text() == "old"
         assert os.listdir(tmp_path) == ["a.txt"]
 
+    def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, done = tmp_path / "a.txt", []
+        fsync, replace = os.fsync, os.replace
+
+        def synced(handle: int) -> None:
+            file = os.readlink(f"/proc/self/fd/{handle}")
+            done.append("folder" if file == str(tmp_path) else f"file of {os.path.getsize(file)} bytes")
+            fsync(handle)
+
+        def replaced(*names: str) -> None:
+            done.append("named")
+            replace(*names)
+
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "replace", replaced)
+        write_text(path, "12345")
+        assert done == ["file of 5 bytes", "named", "folder"]
+        write_text(path, "1", durable=False)
+        assert done[3:] == ["named"]
+
+    def test_a_disk_that_fails_to_sync_keeps_the_old_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "a.txt"
+        write_text(path, "old")
+
+        def broken(_: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "fsync", broken)
+        with pytest.raises(FileFormatError, match="Input/output error"):
+            write_text(path, "new")
+        assert path.read_text() == "old"
+        assert os.listdir(tmp_path) == ["a.txt"]
+
     def test_text_that_cannot_be_encoded_keeps_the_old_file(self, tmp_path: Path) -> None:
         path = tmp_path / "a.txt"
         write_text(path, "old")

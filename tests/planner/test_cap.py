@@ -29,7 +29,7 @@ from bapipe.simulator.simulate import Costs, simulate
 def plan_of(**request: object) -> Plan:
     cluster = read_cluster("4xv100")
     profile = profile_for("gnmt-8", cluster, microbatch=None, precision="fp32")
-    return make_plan(explore(profile, cluster, Request(minibatch=256, microbatch=8, stages=4, **request)))  # type: ignore[arg-type]
+    return make_plan(explore(profile, cluster, Request(global_batch=256, microbatch=8, stages=4, **request)))  # type: ignore[arg-type]
 
 
 def test_a_line_falls_to_one() -> None:
@@ -85,7 +85,7 @@ def test_k_holds_where_it_does_not_fit() -> None:
     """What is asked for is not lowered to what fits, as the least K is."""
     cluster = read_cluster("4xv100")
     profile = profile_for("vgg16", cluster, microbatch=None, precision="fp32")
-    usual = Request(minibatch=1024, microbatch=32, strategy="uniform", schedule="1f1b")
+    usual = Request(global_batch=1024, microbatch=32, strategy="uniform", schedule="1f1b")
     assert explore(profile, cluster, usual).best.short is None
     with pytest.raises(InfeasibleError, match=r"the closest, 1f1b with K = 32, 4 stages"):
         explore(profile, cluster, replace(usual, cap=32))
@@ -114,7 +114,7 @@ def test_fpgas_have_no_k_to_choose() -> None:
 
 
 def test_the_command_takes_k_and_compares_without_it_where_there_is_none() -> None:
-    words = ["alexnet", "--cluster", "2xv100", "--minibatch", "32", "--cap", "2", "--json"]
+    words = ["alexnet", "--cluster", "2xv100", "--global-batch", "32", "--cap", "2", "--json"]
     alone, compared = (
         json.loads(CliRunner().invoke(plan_command, [*words, *more], catch_exceptions=False).stdout)
         for more in ([], ["--compare"])

@@ -23,7 +23,7 @@ def test_an_optimum_that_is_a_little_short_is_looked_for_again() -> None:
     closer = evaluate(build(chain, stages, FAMILIES["1f1b"], 512, hardware), hardware)
     assert closer.short is None
     assert closer.time <= short.time * 1.001
-    best = explore(profile, cluster, Request(schedule="1f1b", minibatch=512)).best
+    best = explore(profile, cluster, Request(schedule="1f1b", global_batch=512)).best
     assert best.candidate.chain.microbatch == 1
     assert best.time <= closer.time
 

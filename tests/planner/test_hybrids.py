@@ -26,7 +26,7 @@ def test_what_has_the_time_is_replicated_and_what_has_the_weights_is_not() -> No
     """As PipeDream has it for VGG-16: data parallelism sums all weights, a pipeline without replicas is uneven."""
     profile = made_profile({"x": VGG}, weights=WEIGHTS, boundary=[0.01] * len(VGG), sizes=(1,))
     cluster = made_cluster({"x": 4}, bandwidth=2.0)
-    found = explore(profile, cluster, Request(minibatch=32))
+    found = explore(profile, cluster, Request(global_batch=32))
     stages = found.best.candidate.stages
     assert [len(stage.accelerators) for stage in stages] == [3, 1]
     assert stages[1].last - stages[1].first >= 3
@@ -57,7 +57,7 @@ def test_the_search_is_close_to_every_hybrid_of_two_stages(work: list[float], co
             StageChoice(first=cut + 1, last=len(work) - 1, accelerators=tuple(range(first, count))),
         )
         times.append(evaluate(build(chain, stages, FAMILIES["1f1b-so"], 24, hardware), hardware).time)
-    assert explore(profile, cluster, Request(minibatch=24)).best.time <= min(times) * 1.02
+    assert explore(profile, cluster, Request(global_batch=24)).best.time <= min(times) * 1.02
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 40])
@@ -78,11 +78,11 @@ def test_whole_pipelines_are_replicated() -> None:
     """Eight stages of these layers are uneven, four or two are not."""
     profile = made_profile({"x": [1.0, 3.0] * 4}, weights=[1.0] * 8, boundary=[0.01] * 8, sizes=(1,))
     cluster = made_cluster({"x": 8}, bandwidth=5.0)
-    found = explore(profile, cluster, Request(minibatch=16, schedule="zb-h1"))
+    found = explore(profile, cluster, Request(global_batch=16, schedule="zb-h1"))
     stages = found.best.candidate.stages
     assert [len(stage.accelerators) for stage in stages] in ([2] * 4, [4] * 2)
     assert found.best.candidate.label.startswith("zb-h1, stages ")
-    unreplicated = explore(profile, cluster, Request(minibatch=16, schedule="zb-h1", stages=8)).best
+    unreplicated = explore(profile, cluster, Request(global_batch=16, schedule="zb-h1", stages=8)).best
     assert found.best.time < 0.9 * unreplicated.time
     assert sorted(index for stage in stages for index in stage.accelerators) == list(range(8))
 
@@ -92,5 +92,5 @@ def test_each_of_them_keeps_to_a_node_where_links_between_nodes_are_slow() -> No
     cluster = made_cluster({"x": 4}, bandwidth=100.0)
     nodes = tuple(replace(item, node=f"node{index // 2}") for index, item in enumerate(cluster.accelerators))
     slow = replace(cluster, accelerators=nodes, between=Link(bandwidth=0.1))
-    best = explore(profile, slow, Request(minibatch=16, schedule="zb-h1")).best
+    best = explore(profile, slow, Request(global_batch=16, schedule="zb-h1")).best
     assert [stage.accelerators for stage in best.candidate.stages] == [(0, 2), (1, 3)]

@@ -26,7 +26,7 @@ from bapipe.schedule.generators import make_schedule
 from made_profiles import made_cluster, made_profile
 
 MORE = 1e6
-SO = Request(minibatch=8, microbatch=1, stages=2, schedule="1f1b-so")
+SO = Request(global_batch=8, microbatch=1, stages=2, schedule="1f1b-so")
 
 
 def alike() -> Profile:
@@ -134,6 +134,6 @@ def test_schedules_the_search_the_plan_and_the_report_follow_the_microbatches_in
     assert make_schedule("zb-h1", 2, 8).caps == (3, 3)
     assert FAMILIES["gpipe"].inflight(2, 2, 8) == 8, "never more than there are"
     assert FAMILIES["zb-h2"].inflight(2, 2, 8) == 4
-    assert Rule(schedule="fbp-as", microbatch=2, minibatch=32, forward_share=0.5).images(1) == 2 * 3
+    assert Rule(schedule="fbp-as", microbatch=2, global_batch=32, forward_share=0.5).images(1) == 2 * 3
     chain, hardware = make_chain(alike(), ["x"], 1), Hardware(cluster=two())
     assert least_caps(chain, unreplicated_stages([1, 3], [0, 1]), 8, hardware) == [3, 2]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +14,14 @@ from bapipe.cli import plan as plan_cli
 from bapipe.errors import BaPipeError
 from bapipe.planner import Request, evaluate, explore, make_plan
 from bapipe.planner.evaluate import Hardware, plan_timeline
+from bapipe.planner.fixed_partitions import dealt_stages
 from bapipe.planner.passes import PASSES
 from bapipe.planner.passes.choose_sizes import choose_sizes
-from bapipe.planner.passes.every_cut import compare_every_cut
 from bapipe.planner.passes.replicate import replicate_pipelines
 from bapipe.planner.passes.require_plan import require_plan
+from bapipe.planner.passes.search_cuts import search_cuts
 from bapipe.planner.passes.try_sizes import try_sizes
+from bapipe.planner.pipelines import FAMILIES, build, with_cuts
 from bapipe.planner.state import SearchState
 from command import bapipe
 from made_profiles import made_cluster, made_profile
@@ -29,8 +34,8 @@ def started(**asked: Any) -> SearchState:
     return SearchState(
         profile=PROFILE,
         hardware=Hardware(cluster=CLUSTER),
-        request=Request(minibatch=16, microbatch=1, **asked),
-        minibatch=16,
+        request=Request(global_batch=16, microbatch=1, **asked),
+        global_batch=16,
         sizes=(1,),
     )
 
@@ -70,34 +75,40 @@ def test_the_list_of_passes_is_the_search() -> None:
     for run in PASSES:
         assert run.__doc__
         assert run(state) is None
-    found = explore(PROFILE, CLUSTER, Request(minibatch=16, microbatch=1))
+    found = explore(PROFILE, CLUSTER, Request(global_batch=16, microbatch=1))
     assert state.best.candidate.label == found.best.candidate.label
     assert state.best.time == found.best.time
     assert state.incumbents.count == found.evaluated
     assert state.estimates == found.estimates
 
 
-def test_brute_force_keeps_the_fastest_cut_with_its_timeline() -> None:
-    state = started(stages=3, strategy="uniform", schedule="1f1b-so")
-    for run in (choose_sizes, try_sizes, compare_every_cut):
-        run(state)
-    assert state.fastest_cut is not None
-    assert state.fastest_cut.time < state.best.time
-    assert state.fastest_cut.short is None
-    assert [stage.accelerators for stage in state.fastest_cut.candidate.stages] == [(0,), (1,), (2,)]
+def test_the_search_by_simulation_finds_faster_cuts_and_rules_out_the_rest() -> None:
+    state = started(stages=3, schedule="1f1b-so")
+    stages = dealt_stages([1, 2], [1, 1, 1], len(PROFILE.layers))
+    state.consider("1f1b-so", build(state.chain(1), stages, FAMILIES["1f1b-so"], 16, state.hardware))
+    state.tried_sizes = (1,)
+    before = state.best
+    search_cuts(state)
+    assert state.best.time < before.time
+    assert state.best.short is None
+    assert state.unsearched == math.inf
+    last = len(PROFILE.layers) - 1
+    every = (with_cuts(stages, (*cuts, last)) for cuts in itertools.combinations(range(last), 2))
+    times = [evaluate.evaluate(replace(before.candidate, stages=own), state.hardware).time for own in every]
+    assert state.best.time == pytest.approx(min(times))
 
 
 def test_a_share_of_the_cluster_is_searched_on_its_own() -> None:
     state = started()
-    own = state.narrowed(Request(minibatch=8, stages=2), sizes=(1,), cluster=made_cluster({"x": 2}))
-    assert (own.minibatch, len(own.cluster), own.incumbents.by_family) == (8, 2, {})
+    own = state.narrowed(Request(global_batch=8, stages=2), sizes=(1,), cluster=made_cluster({"x": 2}))
+    assert (own.global_batch, len(own.cluster), own.incumbents.by_family) == (8, 2, {})
     assert own.chain(1) is state.chain(1)
-    other = state.narrowed(Request(minibatch=8), sizes=(1,), cluster=made_cluster({"y": 2}))
+    other = state.narrowed(Request(global_batch=8), sizes=(1,), cluster=made_cluster({"y": 2}))
     assert other.chains is not state.chains
 
 
 def test_the_plan_keeps_what_the_search_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = explore(PROFILE, CLUSTER, Request(minibatch=16, microbatch=1))
+    found = explore(PROFILE, CLUSTER, Request(global_batch=16, microbatch=1))
     calls = [counted(monkeypatch, evaluate, name) for name in ("simulate", "stages_bytes", "stage_seconds")]
     plan = make_plan(found)
     assert calls == [[], [], []]
@@ -124,7 +135,7 @@ def test_one_search_serves_the_table_the_explanation_and_the_report(
 
 
 def test_the_explanation_does_not_change_the_plan() -> None:
-    request = Request(minibatch=16, microbatch=1)
+    request = Request(global_batch=16, microbatch=1)
     plain, explained = (explore(PROFILE, CLUSTER, request, explain=explain) for explain in (False, True))
     assert make_plan(plain) == make_plan(explained)
     assert plain.paper_steps == ()
@@ -135,7 +146,7 @@ def test_what_the_paper_cannot_fit_is_explained_too() -> None:
     """The paper's partitions do not recompute; a plan that does may fit where none of them does."""
     profile = made_profile({"x": [1.0] * 4}, weights=[8.0] * 4, saved_activations=[10.0] * 4, sizes=(1,))
     cluster = made_cluster({"x": 2}, memory=60.0)
-    request = Request(minibatch=8, schedule="1f1b", stages=2)
+    request = Request(global_batch=8, schedule="1f1b", stages=2)
     found = explore(profile, cluster, request, explain=True)
     assert any(stage.recompute for stage in found.best.candidate.stages)
     assert any("short" in step.change for step in found.paper_steps)

@@ -31,11 +31,11 @@ def test_no_baseline_is_faster_by_the_same_simulator(name: str, count: int) -> N
     profile = profile_of(name)
     for gigabytes in (1, 4, 12):
         cluster = cluster_of(count, gigabytes)
-        minibatch = 128 * 4 * count
-        exact = explore(profile, cluster, Request(minibatch=minibatch)).best.time
+        global_batch = 128 * 4 * count
+        exact = explore(profile, cluster, Request(global_batch=global_batch)).best.time
         for strategy in STRATEGIES:
             try:
-                other = explore(profile, cluster, Request(minibatch=minibatch, strategy=strategy)).best.time
+                other = explore(profile, cluster, Request(global_batch=global_batch, strategy=strategy)).best.time
             except InfeasibleError:
                 continue
             assert exact <= other * (1 + 1e-9), f"{strategy} on {count} at {gigabytes} GB/s"
@@ -74,7 +74,7 @@ def test_vgg_on_four_finds_at_least_as_good_a_plan_as_three_and_one(gigabytes: f
     profile, cluster = profile_of("vgg16"), cluster_of(4, gigabytes)
     chain = make_chain(profile, ["v100-16"], 128)
     hardware = Hardware(cluster=cluster)
-    best = explore(profile, cluster, Request(minibatch=128 * 16)).best.time
+    best = explore(profile, cluster, Request(global_batch=128 * 16)).best.time
     weights = np.cumsum(chain.weight_bytes)
     light = int(np.searchsorted(weights, 0.5 * weights[-1]))
     stages = [

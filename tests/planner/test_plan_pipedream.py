@@ -34,7 +34,7 @@ def _plan(stages: int = 2, **request: object) -> Plan:
     kind = cluster.accelerators[0].type
     names = [f"localhost/{rank}" for rank in range(stages)]
     ranks = tuple(Accelerator(name=name, type=kind, node="localhost") for name in names)
-    wanted = Request(minibatch=64, microbatch=8, stages=stages, **request)  # type: ignore[arg-type]
+    wanted = Request(global_batch=64, microbatch=8, stages=stages, **request)  # type: ignore[arg-type]
     return make_plan(explore(_profile(), replace(cluster, accelerators=ranks), wanted))
 
 

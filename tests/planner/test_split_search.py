@@ -32,7 +32,7 @@ def test_the_automatic_depth_is_as_good_as_the_forced_one(schedule: str | None) 
     """The layers beside the cuts of the best undivided plan are not those that divided plans divide."""
     profile = made_profile({"x": TRANSLATION}, sizes=(1,), split=SPLITS, boundary=[0.01] * 12)
     cluster = made_cluster({"x": 7}, bandwidth=1.0)
-    request = Request(minibatch=32, schedule=schedule, split_layers=True)
+    request = Request(global_batch=32, schedule=schedule, split_layers=True)
     free, forced = (explore(profile, cluster, item).best for item in (request, replace(request, stages=7)))
     assert free.time <= forced.time * (1 + 1e-12)
     undivided = replace(request, stages=7, split_layers=False)
@@ -85,7 +85,7 @@ def test_the_automatic_choice_is_never_worse_than_a_forced_one(
     profile: Profile, count: int, schedule: str, depth: int, memory: float
 ) -> None:
     cluster = made_cluster({"x": count}, bandwidth=5.0, memory=memory)
-    request = Request(minibatch=6, split_layers=True)
+    request = Request(global_batch=6, split_layers=True)
     least = 2 if schedule == "interleaved" else 1
     stages = 1 if schedule == "data-parallel" else min(max(least, depth), count)
     try:

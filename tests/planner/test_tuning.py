@@ -18,7 +18,7 @@ from made_profiles import made_cluster, made_profile
 from paths import REPOSITORY
 
 WORK = [1.0, 4.0, 1.0, 1.0, 2.0, 3.0]
-REQUEST = Request(minibatch=12, microbatch=1)
+REQUEST = Request(global_batch=12, microbatch=1)
 
 
 def uneven(**more: Any) -> Profile:
@@ -55,18 +55,20 @@ def test_pipedreams_programme_runs_on_small_problems() -> None:
         assert set(fewer) < set(usual)
 
 
-def test_brute_force_goes_as_far_as_its_limits() -> None:
+def test_the_search_by_simulation_says_what_its_limits_left_out() -> None:
     request = replace(REQUEST, stages=3)
-    assert found(DEFAULT_TUNING, request).brute_gap is not None
-    for changed in ({"brute_layers": len(WORK) - 1}, {"brute_stages": 2}):
-        assert found(replace(DEFAULT_TUNING, **changed), request).brute_gap is None
+    assert found(DEFAULT_TUNING, request).left_out == 0
+    left_out = found(replace(DEFAULT_TUNING, shape_cases=3), request).left_out
+    assert left_out is not None
+    assert 0 < left_out < 1
+    assert found(replace(DEFAULT_TUNING, search_steps=0), request).evaluated < found(DEFAULT_TUNING).evaluated
 
 
 def test_orders_are_made_for_small_pipelines_only() -> None:
-    request = replace(REQUEST, stages=4, schedule="zb")
-    usual = found(replace(DEFAULT_TUNING, order_size=0), request)
-    assert found(DEFAULT_TUNING, request).best.time < usual.best.time
-    dear = found(replace(DEFAULT_TUNING, order_worth_memory=0.99), request)
+    request, tuning = replace(REQUEST, stages=4, schedule="zb"), replace(DEFAULT_TUNING, search_steps=0)
+    usual = found(replace(tuning, order_size=0), request)
+    assert found(tuning, request).best.time < usual.best.time
+    dear = found(replace(tuning, order_worth_memory=0.99), request)
     assert dear.best.time == usual.best.time
 
 

@@ -24,7 +24,7 @@ from made_profiles import made_cluster, made_profile
 from paths import REPOSITORY
 
 WORK = [1.0, 4.0, 1.0, 1.0, 2.0, 3.0]
-REQUEST = Request(minibatch=12)
+REQUEST = Request(global_batch=12)
 KNOWING = replace(REQUEST, layer_error=0.05, link_error=0.3)
 
 
@@ -49,7 +49,7 @@ def unsure() -> Exploration:
 
 
 def test_errors_are_the_requests_or_those_of_profile_and_cluster() -> None:
-    made, own = profile(0.04), replace(cluster(0.2), pairs={"node0/0 - node0/1": Link(bandwidth=2.0, spread=0.1)})
+    made, own = profile(0.04), replace(cluster(0.2), pairs={"node/0 - node/1": Link(bandwidth=2.0, spread=0.1)})
     assert known_errors(made, own, REQUEST) == Errors(layers={"x": 0.04}, links=(0.2, 0.1))
     assert known_errors(made, own, KNOWING) == Errors(layers={"x": 0.05}, links=(0.3, 0.3))
     assert not known_errors(profile(), cluster(), REQUEST).any

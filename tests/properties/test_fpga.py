@@ -48,7 +48,7 @@ def clusters(draw: st.DrawFn, *, ddr: bool = False) -> Cluster:
 
 def planned(model: Model, cluster: Cluster, parameters: Parameters) -> FpgaExploration | None:
     try:
-        return explore_fpga(model, cluster, Request(minibatch=8), parameters=parameters)
+        return explore_fpga(model, cluster, Request(global_batch=8), parameters=parameters)
     except InfeasibleError:
         return None
 
@@ -149,7 +149,7 @@ def test_more_of_a_resource_never_makes_the_best_plan_slower(
 def test_the_exact_search_finds_what_trying_all_cuts_finds(
     model: Model, cluster: Cluster, schedule: str, microbatch: int
 ) -> None:
-    request = Request(minibatch=8, schedule=schedule, microbatch=microbatch)
+    request = Request(global_batch=8, schedule=schedule, microbatch=microbatch)
     try:
         found = explore_fpga(model, cluster, request, parameters=FLUID)
     except InfeasibleError:

@@ -111,7 +111,7 @@ def test_a_record_of_before_devices_and_memory_sources_still_reads(record: RunRe
 
 def _gathered(*reports: RankReport) -> RunRecord:
     profile, cluster = made_profile({"x": [1.0] * 4}), made_cluster({"x": len(reports)})
-    plan = make_plan(explore(profile, cluster, Request(minibatch=4, microbatch=1)))
+    plan = make_plan(explore(profile, cluster, Request(global_batch=4, microbatch=1)))
     return make_record(
         plan,
         reports,

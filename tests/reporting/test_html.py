@@ -106,7 +106,7 @@ def test_the_page_asks_for_nothing_from_elsewhere() -> None:
 def test_eight_stages_of_64_microbatches_take_less_than_a_megabyte() -> None:
     cluster = read_cluster("8xv100")
     profile = load_profile("vgg16", types=list(cluster.types.values()), microbatches=[1, 2, 4, 8])
-    request = Request(minibatch=512, microbatch=8, stages=8, schedule="zb-h2")
+    request = Request(global_batch=512, microbatch=8, stages=8, schedule="zb-h2")
     plan = make_plan(explore(profile, cluster, request))
     assert (len(plan.stages), plan.microbatches) == (8, 64)
     assert len(render_report(make_subject(plan, record=run_of(plan), profile=profile)).encode()) < 1_000_000
@@ -164,7 +164,7 @@ def test_a_run_is_set_beside_the_plan() -> None:
     assert subject.comparison is not None
     step = subject.comparison.step_seconds
     assert page.figures["figure-measured"] == [step]
-    assert page.figures["figure-measured_throughput"] == [plan.minibatch / step]
+    assert page.figures["figure-measured_throughput"] == [plan.global_batch / step]
     rows = page.figures["comparison-table"]
     assert rows[0::9] == pytest.approx([stage.forward for stage in plan.stages])
     assert rows[1::9] == pytest.approx([1.25 * stage.forward for stage in plan.stages])
@@ -207,7 +207,7 @@ def test_why_not_the_others() -> None:
 
 def test_the_exploration_is_shown_where_it_is_known() -> None:
     plan, profile = planned("hybrid")
-    steps = explore(profile, plan.cluster, Request(strategy="bapipe", minibatch=256, stages=4)).steps
+    steps = explore(profile, plan.cluster, Request(strategy="bapipe", global_batch=256, stages=4)).steps
     assert steps
     text = Page(render_report(make_subject(plan, profile=profile, steps=steps))).text
     for step in steps:

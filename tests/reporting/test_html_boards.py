@@ -38,7 +38,7 @@ def values(html: str, name: str) -> list[list[float]]:
 
 
 def test_the_boards_of_an_fpga_plan() -> None:
-    found = explore_fpga(builtin_model("vgg16"), read_cluster("2xvcu129+2xvcu118"), Request(minibatch=32))
+    found = explore_fpga(builtin_model("vgg16"), read_cluster("2xvcu129+2xvcu118"), Request(global_batch=32))
     plan = make_fpga_plan(found)
     assert plan.deployment is not None
     page = render_report(make_subject(plan))

@@ -42,7 +42,7 @@ def shown(*parts: RenderableType, width: int = 80) -> str:
 def deep(stages: int, cluster: str) -> Plan:
     hardware = read_cluster(cluster)
     profile = load_profile("gpt2-medium", types=list(hardware.types.values()), microbatches=[1])
-    request = Request(minibatch=2 * stages, microbatch=1, stages=stages, schedule="1f1b-so")
+    request = Request(global_batch=2 * stages, microbatch=1, stages=stages, schedule="1f1b-so")
     return make_plan(explore(profile, hardware, request))
 
 

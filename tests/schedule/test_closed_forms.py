@@ -30,7 +30,7 @@ def simulated(name: str, N: int, M: int, F: int, B: int, SR: int) -> Summary:
 class TestTableI:
     """1F1B-AS and FBP-AS."""
 
-    def test_minibatch_time(self, case: tuple[int, int, int, int, int]) -> None:
+    def test_global_batch_time(self, case: tuple[int, int, int, int, int]) -> None:
         N, M, F, B, _ = case
         assert simulated("1f1b-as", *case).time == (M + N - 1) * (F + B)
         assert simulated("fbp-as", *case).time == (M + N - 1) * (F + B)
@@ -60,7 +60,7 @@ class TestTableI:
 class TestTableII:
     """1F1B-SNO and 1F1B-SO."""
 
-    def test_minibatch_time(self, case: tuple[int, int, int, int, int]) -> None:
+    def test_global_batch_time(self, case: tuple[int, int, int, int, int]) -> None:
         N, M, F, B, SR = case
         assert (
             simulated("1f1b-sno", *case).time == (M + N - 1) * (F + B) + (N + M - 2 - ceil((M - 1) / N)) * 2 * SR

@@ -6,7 +6,7 @@ import pytest
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.generators import capped, interleaved, make_schedule, with_update
+from bapipe.schedule.generators import interleaved, make_schedule, with_update
 from bapipe.schedule.replicas import replicated_pipelines
 from bapipe.schedule.validate import require_valid
 from bapipe.schedule.zero_bubble import zb_h1, zero_bubble
@@ -50,7 +50,6 @@ def test_their_sums_come_before_their_updates() -> None:
     ("pipelines", "message"),
     [
         ([interleaved(2, 4), interleaved(2, 4)], "interleaved has another shape"),
-        ([capped(2, 4, [2, 2], replicas=[2, 1])] * 2, "1f1b has another shape"),
         ([zb_h1(2, 4), zb_h1(2, 5)], "dealt in turn"),
         ([zb_h1(2, 4), zero_bubble(2, 4, [2, 1])], "of one name and shape"),
     ],

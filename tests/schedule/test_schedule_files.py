@@ -194,7 +194,7 @@ class TestHostileJson:
             ({"placement": [[0], []]}, "placement must list"),
             ({"placement": [[0], [2]]}, "ranks must be 0 to 1 without a gap"),
             ({"placement": [[0], [-1]]}, "ranks must be"),
-            ({"placement": [[0], [10**30]]}, "ranks must be"),
+            ({"placement": [[0], [10**30]]}, "a whole number within 64 bits"),
             ({"placement": [0, 1]}, r"placement\[0\]: expected a list; got 0"),
             ({"placement": {}}, "placement: expected a list"),
             ({"caps": [1]}, "caps must be 2 numbers of at least 1"),

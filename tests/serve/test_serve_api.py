@@ -21,11 +21,11 @@ from served import BAPIPE, Served
 
 SMALL = {"model": "alexnet", "cluster": "2xv100", "schedule": "data-parallel", "microbatch": "8"}
 QUESTIONS = {
-    "plain": {"model": "alexnet", "cluster": "2xv100", "minibatch": "16"},
+    "plain": {"model": "alexnet", "cluster": "2xv100", "global_batch": "16"},
     "knobs": {
         "model": "gnmt-8",
         "cluster": "2xa100+2xv100",
-        "minibatch": "32",
+        "global_batch": "32",
         "microbatch": "4",
         "schedule": "1f1b-so",
         "stages": "3",
@@ -34,12 +34,12 @@ QUESTIONS = {
         "link_bandwidth": "1.6GB/s",
         "split_layers": "1",
     },
-    "paper": {"model": "vgg16", "cluster": "3xv100", "minibatch": "24", "space": "paper", "strategy": "bapipe"},
+    "paper": {"model": "vgg16", "cluster": "3xv100", "global_batch": "24", "space": "paper", "strategy": "bapipe"},
     "number type": {**SMALL, "dtype": "fp16"},
-    "fpga": {"model": "alexnet", "cluster": "2xvcu118", "minibatch": "8"},
+    "fpga": {"model": "alexnet", "cluster": "2xvcu118", "global_batch": "8"},
     "own profile": {"model": "tiny-profile.json", "cluster": "cluster-two-cpus.toml"},
-    "own layers": {"model": "layers-small-cnn.toml", "cluster": "cluster-4-v100.toml", "minibatch": "32"},
-    "own layers on fpgas": {"model": "layers-small-cnn.toml", "cluster": "2xvcu118", "minibatch": "8"},
+    "own layers": {"model": "layers-small-cnn.toml", "cluster": "cluster-4-v100.toml", "global_batch": "32"},
+    "own layers on fpgas": {"model": "layers-small-cnn.toml", "cluster": "2xvcu118", "global_batch": "8"},
 }
 
 
@@ -88,13 +88,13 @@ def test_the_report_needs_nothing_else(served: Served) -> None:
 
 
 def test_post_and_get_are_the_same(served: Served) -> None:
-    values = {"model": "alexnet", "cluster": "2xv100", "minibatch": 16, "split_layers": False}
+    values = {"model": "alexnet", "cluster": "2xv100", "global_batch": 16, "split_layers": False}
     posted = served.ask("/api/plan", method="POST", body=json.dumps(values).encode())
     assert posted.json == served.ask("/api/plan", QUESTIONS["plain"]).json
 
 
 def test_a_draft_is_a_plan_that_may_be_slower(served: Served) -> None:
-    question = {"model": "gnmt-8", "cluster": "4xv100", "minibatch": "64"}
+    question = {"model": "gnmt-8", "cluster": "4xv100", "global_batch": "64"}
     draft, plan = served.ask("/api/draft", question).json, served.ask("/api/plan", question).json
     times = [{figure["key"]: figure.get("value") for figure in one["figures"]}["time"] for one in (draft, plan)]
     assert (draft["draft"], plan["draft"]) == (True, False)
@@ -120,14 +120,14 @@ def test_a_file_that_changes_is_planned_anew(served: Served, own_folder: Path) -
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        ({"model": "llama-70b", "cluster": "2xv100", "minibatch": "8"}, "nothing fits: the closest"),
+        ({"model": "llama-70b", "cluster": "2xv100", "global_batch": "8"}, "nothing fits: the closest"),
         ({"model": "vgg17", "cluster": "2xv100"}, "unknown model 'vgg17' (did you mean 'vgg16'?)"),
         ({"model": "vgg16", "cluster": "513xv100"}, "a page plans at most 512 accelerators, the cluster has 513"),
         ({"model": "vgg16", "cluster": "4xv1000"}, "unknown accelerator 'v1000'"),
         ({"model": "vgg16", "cluster": "four"}, "unknown accelerator 'four'"),
         ({"model": "os:system", "cluster": "4xv100"}, "unknown model 'os:system'"),
         ({"model": "gnmt-9999", "cluster": "4xv100"}, "GNMT has at most 1000 layers here"),
-        ({**SMALL, "minibatch": "17"}, "a global batch of 17 is no multiple of a micro-batch of 8"),
+        ({**SMALL, "global_batch": "17"}, "a global batch of 17 is no multiple of a micro-batch of 8"),
         ({**SMALL, "stages": "9"}, "data parallelism has one stage"),
     ],
 )  # fmt: skip
@@ -144,7 +144,7 @@ def test_two_hundred_at_once_are_all_answered(served: Served) -> None:
     def one(number: int) -> tuple[int, bool]:
         kinds: list[Callable[[], int]] = [
             lambda: served.ask("/api/plan", SMALL).status,
-            lambda: served.ask("/api/plan", {**SMALL, "minibatch": str(16 * (1 + number))}).status,
+            lambda: served.ask("/api/plan", {**SMALL, "global_batch": str(16 * (1 + number))}).status,
             lambda: served.ask("/", headers={"Host": "evil.example"}).status,
             lambda: served.ask("/assets/serve.js").status,
         ]
@@ -164,8 +164,8 @@ NESTED = st.recursive(
     max_leaves=8,
 )
 KNOBS = st.sampled_from([
-    "model", "cluster", "minibatch", "microbatch", "schedule", "stages", "strategy", "space", "optimizer", "dtype",
-    "memory_limit", "link_bandwidth", "split_layers",
+    "model", "cluster", "global_batch", "microbatch", "schedule", "stages", "strategy", "space", "optimizer",
+    "dtype", "memory_limit", "link_bandwidth", "split_layers",
 ])  # fmt: skip
 SANE = st.fixed_dictionaries(
     {
@@ -173,7 +173,7 @@ SANE = st.fixed_dictionaries(
         "cluster": st.sampled_from(["1xv100", "2xv100+1xt4"]),
     },
     optional={
-        "minibatch": st.integers(1, 32),
+        "global_batch": st.integers(1, 32),
         "microbatch": st.integers(1, 8),
         "schedule": st.sampled_from(["1f1b", "1f1b-as", "fbp-as", "zb-h1", "interleaved", "pipedream", "gpipe"]),
         "stages": st.integers(1, 4),

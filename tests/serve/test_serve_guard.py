@@ -14,7 +14,7 @@ SMALL = {
     "cluster": "2xv100",
     "schedule": "data-parallel",
     "microbatch": "8",
-    "minibatch": "16",
+    "global_batch": "16",
 }
 
 

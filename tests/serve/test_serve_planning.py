@@ -16,7 +16,7 @@ from bapipe.records.plan import read_plan
 from bapipe.serve.planning import answer_parts, draft_question, plan_question
 from bapipe.serve.question import Question
 
-SMALL = Question(model="alexnet", cluster="2xv100", minibatch=16)
+SMALL = Question(model="alexnet", cluster="2xv100", global_batch=16)
 
 
 def test_a_large_timeline_is_left_out_but_its_plan_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,17 +28,17 @@ def test_a_large_timeline_is_left_out_but_its_plan_is_not(monkeypatch: pytest.Mo
 
 
 def test_a_draft_fits_its_question() -> None:
-    question = Question(model="gnmt-8", cluster="4xv100", minibatch=64, memory_limit="4GB", stages=3)
+    question = Question(model="gnmt-8", cluster="4xv100", global_batch=64, memory_limit="4GB", stages=3)
     draft = draft_question(question)
     assert draft is not None
-    assert (len(draft.plan.stages), draft.plan.minibatch) == (3, 64)
+    assert (len(draft.plan.stages), draft.plan.global_batch) == (3, 64)
     assert all(stage.memory_bytes <= 4e9 for stage in draft.plan.stages)
     assert draft.plan.prediction.time >= plan_question(question).plan.prediction.time
 
 
 def test_k_is_planned_told_and_said_again(tmp_path: Path) -> None:
     lean, rich = (
-        Question(model="gnmt-8", cluster="4xv100", minibatch=128, microbatch=4, stages=4, cap=cap)
+        Question(model="gnmt-8", cluster="4xv100", global_batch=128, microbatch=4, stages=4, cap=cap)
         for cap in (2, 10)
     )
     plans = [plan_question(question).plan for question in (lean, rich)]
@@ -55,7 +55,7 @@ def test_k_is_planned_told_and_said_again(tmp_path: Path) -> None:
 
 
 def test_the_hash_of_a_plan_for_fpgas_is_that_of_its_file(tmp_path: Path) -> None:
-    parts = answer_parts(Question(model="alexnet", cluster="2xvcu118", minibatch=32))
+    parts = answer_parts(Question(model="alexnet", cluster="2xvcu118", global_batch=32))
     (tmp_path / "plan.json").write_text(parts["plan.json"], encoding="utf-8")
     assert json.loads(parts["answer"])["hash"] == content_hash(read_plan(tmp_path / "plan.json"))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bapipe.serve.app import ServeSettings, make_app
 from bapipe.serve.planning_process import reply
 from bapipe.serve.process_pool import BusyError, SlowError, Workers
 
@@ -73,7 +74,7 @@ def test_what_needs_too_much_memory_is_refused() -> None:
         "size = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "limit_memory(size + 150 * 2**20)\n"
         "job = {'question': {'model': 'gpt2', 'cluster': '8xv100', 'schedule': 'gpipe', 'strategy': 'uniform',"
-        " 'minibatch': 65536}}\n"
+        " 'global_batch': 65536}}\n"
         "print(reply(job)['error'])\n"
     )
     if not sys.platform.startswith("linux"):
@@ -88,3 +89,61 @@ def test_our_own_mistakes_are_told_apart(
     monkeypatch.setattr("bapipe.serve.planning_process.answer_parts", lambda *_, **__: 1 / 0)
     assert reply(SMALL)["status"] == 500
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+async def _question(app: Any, query: str, *, leaves: asyncio.Event | None = None) -> int:
+    """Ask the application itself, as a client that goes when `leaves` is set; the status of the answer."""
+    told: list[int] = []
+    asked = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal asked
+        if not asked:
+            asked = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        await (leaves or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            told.append(message["status"])
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "path": "/api/plan",
+        "raw_path": b"/api/plan", "query_string": query.encode(), "headers": [(b"host", b"127.0.0.1")],
+        "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 9), "scheme": "http", "root_path": "",
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return told[0]
+
+
+def test_questions_of_clients_that_left_hold_up_no_one() -> None:
+    quick = "model=alexnet&cluster=2xv100&schedule=data-parallel&microbatch="
+
+    async def story() -> None:
+        app = make_app(ServeSettings(workers=1, seconds=600.0, waiting=3))
+        async with app.router.lifespan_context(app):
+            workers = app.state.answers._workers
+            assert await _question(app, quick + "1") == 200
+            first = pid(workers)
+            os.kill(first, signal.SIGSTOP)  # the question that it has takes for ever
+            leave = asyncio.Event()
+            gone = [asyncio.create_task(_question(app, quick + size, leaves=leave)) for size in ("2", "4", "8")]
+            while workers._waiting < 2:
+                await asyncio.sleep(0.01)
+            stays = asyncio.create_task(_question(app, quick + "2"))
+            stays_too = asyncio.create_task(_question(app, quick + "16"))
+            while workers._waiting < 3:
+                await asyncio.sleep(0.01)
+            leave.set()
+            assert await asyncio.gather(*gone) == [499] * 3
+            while workers._waiting > 1:  # what waited for a process is given up at once
+                await asyncio.sleep(0.01)
+            os.kill(first, 0)  # one still wants the answer that the process is at
+            stays.cancel()
+            assert await stays_too == 200
+            with pytest.raises(ProcessLookupError):
+                os.kill(first, 0)
+            assert await _question(app, quick + "2") == 200
+
+    asyncio.run(story())

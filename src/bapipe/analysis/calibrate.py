@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bapipe.analysis.link_estimate import estimate_links, fit_links
-from bapipe.analysis.recalibrate import predict_again, recalibrate
+from bapipe.analysis.recalibrate import fit_profile, predict_again, recalibrate
 from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
 from bapipe.costs.profile import Profile, write_profile
 from bapipe.hardware.cluster import Cluster
@@ -66,12 +66,12 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
     changes: list[str] = []
     corrected, linked = profile, cluster
     if pipelines:
-        found: dict[int, list[Profile]] = {}
+        found: dict[int, list[tuple[Plan, RunRecord]]] = {}
         for run in pipelines:
-            again = [recalibrate(run.plan, record, profile).profile for record in run.records]
-            found.setdefault(run.plan.microbatch_size, []).extend(again)
-        by_size = {size: _mean(profiles) for size, profiles in found.items()}
-        corrected = _between(profile, by_size, _spread(found.values()))
+            found.setdefault(run.plan.microbatch_size, []).extend((run.plan, record) for record in run.records)
+        by_size = {size: fit_profile(profile, seen) for size, seen in found.items()}
+        again = [[recalibrate(run.plan, record, profile).profile for record in run.records] for run in pipelines]
+        corrected = _between(profile, by_size, _spread(again))
         seen = [estimate_links(run.plan, *map(to_timeline, run.records)) for run in pipelines]
         linked = fit_links(cluster, [estimate for of_run in seen for estimate in of_run])
         overhead = _overhead(corrected, linked, pipelines)
@@ -101,21 +101,6 @@ def _overhead(profile: Profile, cluster: Cluster, pipelines: Sequence[ShortRun])
     """What the pipelines' steps took beyond their actions by the corrected costs, the middle one."""
     predicted = [plan_timeline(predict_again(run.plan, profile, cluster)).time for run in pipelines]
     return max(0.0, median(run.seconds - own for run, own in zip(pipelines, predicted, strict=True)))
-
-
-def _mean(profiles: Sequence[Profile]) -> Profile:
-    """The mean of what several runs of one plan say."""
-    first = profiles[0]
-    tables = {}
-    for name, table in first.accelerators.items():
-        others = [item.accelerators[name] for item in profiles]
-        means: dict[str, Any] = {
-            field: as_tuples(np.mean([np.array(getattr(other, field)) for other in others], axis=0))
-            for field, rule in COST_FIELDS.items()
-            if rule.ratio is not None and getattr(table, field) is not None
-        }
-        tables[name] = replace(table, **means)
-    return replace(first, accelerators=tables)
 
 
 def _spread(runs: Iterable[Sequence[Profile]]) -> float | None:
@@ -164,7 +149,7 @@ def _sum_rate(profile: Profile, cluster: Cluster, plan: Plan, seconds: float) ->
 
     def predicted(rate: float) -> float:
         request = Request(
-            minibatch=plan.minibatch,
+            global_batch=plan.global_batch,
             microbatch=plan.microbatch_size,
             schedule="data-parallel",
             optimizer=plan.optimizer,

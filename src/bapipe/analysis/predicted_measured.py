@@ -214,7 +214,7 @@ def _without(timeline: Timeline, kind: Kind) -> Timeline:
 
 def full_microbatches(plan: Plan) -> int:
     """How many micro-batches have the plan's size: all, or all but a shorter last one."""
-    return min(plan.microbatches, plan.minibatch // plan.microbatch_size)
+    return min(plan.microbatches, plan.global_batch // plan.microbatch_size)
 
 
 def mean_work(

@@ -7,7 +7,7 @@ predicts for the partition that ran the stage times that were measured; for othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.analysis.predicted_measured import Comparison, compare, full_microbatches, mean_work
-from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
+from bapipe.costs.fields import COST_FIELDS, CostTable, Like, as_tuples
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import make_chain
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
@@ -29,9 +29,11 @@ from bapipe.records.run_record import RunRecord
 from bapipe.schedule.actions import Kind
 from bapipe.simulator.timeline import Timeline
 
-__all__ = ["Correction", "Recalibration", "predict_again", "recalibrate"]
+__all__ = ["Correction", "Recalibration", "fit_profile", "predict_again", "recalibrate"]
 
 Floats = NDArray[np.float64]
+_ROUNDS = 5
+"""corrections by all runs; more would lay the noise of stages that differ by few layers on these"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,57 @@ def recalibrate(plan: Plan, record: RunRecord, profile: Profile) -> Recalibratio
     Layers that a type has not run get its overall ratio; types that have not run stay as they were; bytes stay. A
     layer split between stages gets the mean of their ratios by its parts, so such stages are met only nearly.
     """
+    _require_correctable(plan, profile)
+    return _recalibrated(plan, record, compare(plan, record), profile)
+
+
+def fit_profile(profile: Profile, runs: Sequence[tuple[Plan, RunRecord]]) -> Profile:
+    """Scale the profile's layer times so that the stages of all these runs take what was measured, as nearly as
+    one profile can.
+
+    Every run alone tells the sum of a stage's layers. Where runs cut the model at other layers, the differences of
+    such sums tell the layers apart: one run corrects after the other, round after round, and the mean of the last
+    round counts. All runs are of one micro-batch size and of plans that were made from this profile.
+    """
+    for plan, _ in runs:
+        _require_correctable(plan, profile)
+    compared = [(plan, record, compare(plan, record)) for plan, record in runs]
+    described = _recalibrated(*compared[0], profile).profile.accelerators
+    fitted = profile
+    for _ in range(_ROUNDS if len(runs) > 1 else 1):
+        found = []
+        for plan, record, seen in compared:
+            fitted = _recalibrated(plan, record, seen, fitted).profile
+            found.append(fitted)
+    return _mean_profile(found, described)
+
+
+def _mean_profile(profiles: Sequence[Profile], described: Mapping[str, CostTable]) -> Profile:
+    """The mean of the times of several corrections of one profile, in the words of `described`."""
+    tables = {}
+    for name, table in profiles[0].accelerators.items():
+        others = [item.accelerators[name] for item in profiles]
+        means: dict[str, Any] = {
+            field: as_tuples(np.mean([_times(other, field) for other in others], axis=0))
+            for field, rule in COST_FIELDS.items()
+            if rule.ratio is not None and any(getattr(other, field) is not None for other in others)
+        }
+        tables[name] = replace(table, description=described[name].description, **means)
+    return replace(profiles[0], accelerators=tables)
+
+
+def _times(table: CostTable, field: str) -> Floats:
+    """A field of a table, or what counts where it is not known."""
+    known, instead = getattr(table, field), COST_FIELDS[field].unknown
+    if known is not None:
+        return np.array(known)
+    if isinstance(instead, Like):
+        return instead.share * _times(table, instead.field)
+    assert instead is not None
+    return np.full_like(np.array(table.forward), instead)
+
+
+def _require_correctable(plan: Plan, profile: Profile) -> None:
     if profile.hash != plan.profile_hash:
         raise BaPipeError(
             f"the plan was made from profile {plan.profile_hash}, this one is {profile.hash}; "
@@ -79,7 +132,10 @@ def recalibrate(plan: Plan, record: RunRecord, profile: Profile) -> Recalibratio
             f"a run of {plan.schedule.name} times backward and optimizer step together, a profile has them apart; "
             "recalibrate by a run of another schedule"
         )
-    measured = _Measured(plan, compare(plan, record), profile)
+
+
+def _recalibrated(plan: Plan, record: RunRecord, comparison: Comparison, profile: Profile) -> Recalibration:
+    measured = _Measured(plan, comparison, profile)
     corrections: list[Correction] = []
     notes: list[str] = []
     tables = dict(profile.accelerators)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 
@@ -16,9 +17,10 @@ __all__ = ["COMMANDS", "LazyCommands", "cli", "main"]
 COMMANDS = {
     "auto": ("bapipe.cli.auto", "auto_command"),
     "calibrate": ("bapipe.cli.auto", "calibrate_command"),
+    "checkpoint": ("bapipe.cli.checkpoint", "checkpoint_group"),
     "cluster": ("bapipe.cli.profile", "cluster_group"),
     "compare": ("bapipe.cli.compare", "compare_command"),
-    "export": ("bapipe.cli.export", "export_command"),
+    "export": ("bapipe.cli.checkpoint", "export_alias"),
     "launch": ("bapipe.cli.launch", "launch_command"),
     "merge": ("bapipe.cli.profile", "merge_command"),
     "plan": ("bapipe.cli.plan", "plan_command"),
@@ -36,6 +38,10 @@ COMMANDS = {
 
 _EXTRAS = {"torch": "torch", "safetensors": "torch", "starlette": "serve", "uvicorn": "serve"}
 """package -> the extra that brings it"""
+
+
+_LONGEST_LINE = 4000
+"""characters of a complaint"""
 
 
 class LazyCommands(click.Group):
@@ -80,12 +86,16 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point: every mistake of the user is one line on stderr and exit code 2."""
+    """Entry point: a mistake of the user is one line on stderr and exit code 2, one of ours one line and 3."""
+    for stream in (sys.stdout, sys.stderr):
+        # What a terminal cannot show, or a file name that is no text, must not end the command.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         code = cli.main(standalone_mode=False)
     except click.exceptions.Exit as stop:
         code = stop.exit_code
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         code = 130
     except click.ClickException as error:
         code = _complain(" ".join(error.format_message().split()))
@@ -93,17 +103,29 @@ def main() -> None:
         code = _complain(str(error))
     except MemoryError:
         code = _complain("not enough memory for so many actions; lower --stages or --micro-batches")
-    except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package not in _EXTRAS:
-            raise
-        code = _complain(f"this needs {package}, which is not installed; pip install 'bapipe[{_EXTRAS[package]}]'")
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except Exception as error:
+        code = _unexpected(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _complain(text: str) -> int:
-    print(f"bapipe: {text}", file=sys.stderr)
-    return 2
+def _unexpected(error: Exception) -> int:
+    """A package that an extra brings and is not there is the user's to install; all else is our mistake."""
+    package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in _EXTRAS:
+        return _complain(f"this needs {package}, which is not installed; pip install 'bapipe[{_EXTRAS[package]}]'")
+    from bapipe.cli.unexpected import BUG_EXIT, bug_line
+
+    return _complain(bug_line(error), code=BUG_EXIT)
+
+
+def _complain(text: str, *, code: int = 2) -> int:
+    """Print it. Names in it may be a file's: a very long one is cut, and what a terminal would obey is escaped."""
+    text = text.rstrip()
+    if len(text) > _LONGEST_LINE:
+        text = f"{text[: _LONGEST_LINE // 2]} … {text[-_LONGEST_LINE // 4 :]}"
+    shown = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    print(f"bapipe: {shown}", file=sys.stderr)
+    return code

@@ -151,12 +151,12 @@ def calibrate_command(
     from bapipe.costs.profile import read_profile
     from bapipe.hardware.cluster_file import read_cluster
     from bapipe.planner import Request
-    from bapipe.planner.request import default_minibatch
+    from bapipe.planner.request import default_global_batch
     from bapipe.torch.launch.run_options import RunOptions
     from bapipe.torch.trials.probe import probe, probe_plans
 
     profile, hardware = read_profile(profile_file), read_cluster(cluster)
-    batch = global_batch or default_minibatch(profile, hardware, None)
+    batch = global_batch or default_global_batch(profile, hardware, None)
     plans = probe_plans(profile, hardware, Request(), batch)
     found, trials = probe(
         profile, hardware, plans, RunOptions(timeout=timeout), code=Path.cwd(), report=click.echo

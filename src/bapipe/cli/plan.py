@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import click
@@ -15,10 +17,12 @@ from bapipe.costs.optimizers import OPTIMIZERS
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan, race_candidates
+from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
+from bapipe.planner.effort import EFFORTS
 from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
 from bapipe.records.plan import Plan, write_plan
-from bapipe.units import format_bytes, format_seconds, parse_share
+from bapipe.simulator.first_pipeline import first_copy
+from bapipe.units import format_bytes, format_seconds, parse_seconds, parse_share
 
 __all__ = ["plan_command"]
 
@@ -26,7 +30,7 @@ __all__ = ["plan_command"]
 @click.command("plan")
 @click.argument("model")
 @click.option("--cluster", required=True, help="TOML file, or a shorthand such as 4xv100 or 2xa100+2xv100.")
-@renamed("--global-batch", "minibatch", type=int,
+@renamed("--global-batch", "global_batch", type=int,
          help="Samples per optimizer step.  [default: 64 per accelerator]")  # fmt: skip
 @renamed("--micro-batch", "microbatch", type=int, help="Micro-batch size.  [default: the best]")
 @click.option(
@@ -45,12 +49,15 @@ __all__ = ["plan_command"]
 )
 @optimizer_options
 @renamed("--precision", show_default="a profile's own, or fp32; fp16 on FPGAs", help=PRECISION_HELP)
+@click.option("--batch", type=int, help="Batch at which a graph.txt was measured.  [default: inferred, or 128]")
 @click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
 @click.option("--layer-error", metavar="SHARE", help="Relative standard error of layers' times, such as 5%: "
               "choose what loses least by it.  [default: as the profile has it]")  # fmt: skip
 @click.option("--link-error", metavar="SHARE",
               help="Of transfers, such as 30%.  [default: as the cluster has it]")  # fmt: skip
+@click.option("--effort", default="normal", show_default=True, metavar="WORD|SECONDS",
+              help="Search by simulation: low, normal, high, or a time such as 30s.")  # fmt: skip
 @click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
 @click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
 @click.option("--compile", "compiled", is_flag=True,
@@ -82,13 +89,21 @@ def plan_command(model: str, **options: Any) -> None:
         options["cluster"], memory_limit=options["memory_limit"], link_bandwidth=options["link_bandwidth"]
     )
     if goes_on_fpgas(model, cluster):
+        if options["batch"] is not None:
+            raise BaPipeError("--batch is for a graph.txt, which FPGAs do not take; leave it out")
         from bapipe.cli.fpga import plan_on_fpgas
 
         plan_on_fpgas(model, cluster, _request(options), {**options, "dtype": options["precision"] or FPGA_DTYPE})
         return
     if options["assume"]:
         raise BaPipeError("--assume is for FPGA clusters and models without a profile; leave it out")
-    profile = profile_for(model, cluster, microbatch=options["microbatch"], precision=options["precision"])
+    profile = profile_for(
+        model,
+        cluster,
+        microbatch=options["microbatch"],
+        precision=options["precision"],
+        batch=options["batch"],
+    )
     request = _request(options)
     if options["compare"]:
         if options["report"]:
@@ -96,7 +111,8 @@ def plan_command(model: str, **options: Any) -> None:
         _compare(profile, cluster, request, options)
         return
     explain = bool(options["report"]) or (options["explain"] and not options["as_json"])
-    found = explore(profile, cluster, request, explain=explain)
+    with _shown_progress(request) as progress:
+        found = explore(profile, cluster, request, explain=explain, progress=progress)
     plan = make_plan(found) if not options["racing"] else _raced(found, options)
     if options["out"]:
         write_plan(plan, options["out"])
@@ -108,7 +124,7 @@ def plan_command(model: str, **options: Any) -> None:
             options["report"],
             profile=found.profile,
             steps=found.paper_steps,
-            predicted=found.best.timeline,
+            predicted=found.best.timeline if found.best.candidate.copies == 1 else None,
         )
     if options["as_json"]:
         click.echo(json.dumps(_summary(plan, found, options), indent=1, allow_nan=False))
@@ -116,22 +132,33 @@ def plan_command(model: str, **options: Any) -> None:
         _print(plan, found, options)
 
 
+@contextlib.contextmanager
+def _shown_progress(request: Request) -> Iterator[Callable[[str, float], None] | None]:
+    """A bar where more than the usual effort is asked for."""
+    if request.effort in ("low", "normal"):
+        yield None
+        return
+    from bapipe.cli.progress import progress_bar
+
+    with progress_bar("planning") as report:
+        yield report
+
+
 def _raced(found: Exploration, options: dict[str, Any]) -> Plan:
     """The fastest of the plans that may be, as they ran on this machine."""
     if found.profile.model.ref is None:
         raise BaPipeError("--race runs the model, and this profile names no code for it; profile the model first")
-    plans = race_candidates(found, limit=options["racing"])
-    if len(plans) == 1:
-        if not options["as_json"]:
-            click.echo("nothing to race: no other plan lies within the known error of the best")
-        return plans[0]
     from pathlib import Path
 
     from bapipe.cli.auto import print_race
     from bapipe.torch.launch.run_options import RunOptions
-    from bapipe.torch.trials.plan_race import race, with_measured_time
+    from bapipe.torch.trials.plan_race import race_found, with_measured_time
 
-    result = race(plans, RunOptions(), code=Path.cwd())
+    result = race_found(found, RunOptions(), limit=options["racing"], code=Path.cwd())
+    if result is None:
+        if not options["as_json"]:
+            click.echo("nothing to race: no other plan lies within the known error of the best")
+        return make_plan(found)
     if not options["as_json"]:
         print_race(result)
     return with_measured_time(result.best, found.profile)
@@ -144,6 +171,8 @@ def _request(options: dict[str, Any]) -> Request:
     for name in ("layer_error", "link_error"):
         if values[name] is not None:
             values[name] = parse_share(values[name], what=f"--{name.replace('_', '-')}")
+    if values["effort"] not in EFFORTS and values["effort"][:1].isdigit():
+        values["effort"] = parse_seconds(values["effort"], what="--effort")
     return Request(**values)
 
 
@@ -169,8 +198,12 @@ def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
     console.print(render_plan(plan))
     if options["explain"]:
         console.print(render_steps(found.paper_steps))
+    timeline, title, copies = found.best.timeline, None, found.best.candidate.copies
+    if copies > 1:
+        timeline = first_copy(timeline, found.best.schedule.num_ranks // found.best.candidate.schedule.num_ranks)
+        title = f"the first of {copies} replicas: rank i of it is rank {copies} · i of the plan"
     console.print(
-        render_text(found.best.timeline, width=max(40, console.width), color=console.is_terminal, unit="s")
+        render_text(timeline, width=max(40, console.width), color=console.is_terminal, unit="s", title=title)
     )
     if options["dataset_size"]:
         epoch = options["dataset_size"] / plan.prediction.throughput
@@ -198,7 +231,7 @@ def _compare(profile: Profile, cluster: Cluster, request: Request, options: dict
                     [len(stage.accelerators), stage.first_layer, stage.last_layer] for stage in plan.stages
                 ],
                 "microbatch_size": plan.microbatch_size,
-                "minibatch": plan.minibatch,
+                "global_batch": plan.global_batch,
                 "time": plan.prediction.time,
                 "throughput": plan.prediction.throughput,
                 "gap": plan.prediction.gap,

@@ -18,7 +18,7 @@ def flat_plan(plan: Plan, *, dataset_size: int | None) -> dict[str, Any]:
         "schedule": plan.schedule.name,
         "microbatch_size": plan.microbatch_size,
         "microbatches": plan.microbatches,
-        "minibatch": plan.minibatch,
+        "global_batch": plan.global_batch,
         "precision": plan.dtype,
         "stages": [dataclasses.asdict(stage) for stage in plan.stages],
         "time": prediction.time,

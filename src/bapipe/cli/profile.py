@@ -222,6 +222,7 @@ def _print(found: Profiled, out: str | None) -> None:
         console.print("ran out of memory at micro-batch " + ", ".join(str(size) for size in costs.not_fitting))
     for note in found.measured.notes:
         console.print(note)
+    console.print(f"took: {found.phases}", soft_wrap=True)
     if out:
         console.print(f"wrote {out}", soft_wrap=True)
 

@@ -107,6 +107,6 @@ def _steps(plan: Plan, profile: Profile | None) -> tuple[Step, ...]:
 
     if profile is None:
         raise BaPipeError("--explain explores again and needs what was planned; give --profile profile.json")
-    request = Request(strategy="bapipe", minibatch=plan.minibatch, optimizer=plan.optimizer)
+    request = Request(strategy="bapipe", global_batch=plan.global_batch, optimizer=plan.optimizer)
     found = explore(profile, plan.cluster, request)
     return next((each.candidate.steps for each in found.considered if each.candidate.steps), ())

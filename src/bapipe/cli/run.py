@@ -11,7 +11,7 @@ import click
 
 from bapipe.errors import BaPipeError
 from bapipe.hardware.transport_names import TRANSPORTS
-from bapipe.torch.checkpoint.checkpoint_options import Saving
+from bapipe.torch.checkpoint.checkpoint_options import CHANGES, Saving
 from bapipe.torch.launch.run_options import RunOptions
 
 __all__ = ["read_options", "run_command", "run_options"]
@@ -85,6 +85,13 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--keep", type=int, default=2, show_default=True, help="Complete checkpoints that stay."),
         click.option("--async", "asynchronous", is_flag=True, help="Write checkpoints while training goes on."),
         click.option("--resume", is_flag=True, help="Go on from the last complete checkpoint, under any plan."),
+        click.option(
+            "--accept-changes",
+            metavar="WORD[,WORD…]",
+            default="",
+            callback=lambda _context, _option, value: tuple(word for word in value.split(",") if word),
+            help=f"Of {', '.join(CHANGES)}: what may differ from the checkpoint; what is here is used.",
+        ),
     ]
     for option in reversed(options):
         command = option(command)
@@ -97,9 +104,10 @@ def read_options(options: dict[str, Any]) -> RunOptions:
     rest = {name: value for name, value in options.items() if name not in names}
     about = {name: value for name, value in options.items() if name in names}
     if about["folder"] is None:
-        if about["every"] is not None or about["asynchronous"] or about["resume"]:
+        if about["every"] is not None or about["asynchronous"] or about["resume"] or about["accept_changes"]:
             raise BaPipeError(
-                "--every, --async and --resume are about checkpoints; give their folder: --checkpoint"
+                "--every, --async, --resume and --accept-changes are about checkpoints; give their folder: "
+                "--checkpoint"
             )
         return RunOptions(**rest)
     return RunOptions(**rest, saving=Saving(**about))
@@ -111,8 +119,12 @@ def read_options(options: dict[str, Any]) -> RunOptions:
 @click.option("--restarts", type=click.IntRange(min=0), default=0, show_default=True,
               help="Start all ranks again, so often at most, when one fails.")  # fmt: skip
 @click.option("--elastic", is_flag=True, help="When an accelerator is lost, plan again without it and go on.")
+@click.option("--elastic-speed", "speed", is_flag=True,
+              help="As --elastic, and also plan again when a rank has become slow.")  # fmt: skip
 @click.option("--profile", type=click.Path(dir_okay=False), help="With --elastic: what the plan was made from.")
-def run_command(plan_file: str, restarts: int, elastic: bool, profile: str | None, **options: Any) -> None:
+def run_command(
+    plan_file: str, restarts: int, elastic: bool, speed: bool, profile: str | None, **options: Any
+) -> None:
     """Train by PLAN_FILE on this machine, one process per rank.
 
     \b
@@ -124,7 +136,7 @@ def run_command(plan_file: str, restarts: int, elastic: bool, profile: str | Non
     from bapipe.torch.launch.launcher import launch
 
     chosen = read_options(options)
-    if elastic:
+    if elastic or speed:
         from bapipe.torch.launch.elastic import launch_elastic
 
         if chosen.saving is None or profile is None:
@@ -133,7 +145,9 @@ def run_command(plan_file: str, restarts: int, elastic: bool, profile: str | Non
             )
         if restarts:
             raise BaPipeError("--elastic goes on without what is lost, --restarts with it; give one of them")
-        code = launch_elastic(plan_file, chosen, profile=profile)
+        if speed and not chosen.trace:
+            raise BaPipeError("--elastic-speed judges ranks by the times of their actions; leave --no-trace out")
+        code = launch_elastic(plan_file, chosen, profile=profile, speed=speed)
     elif profile is not None:
         raise BaPipeError("--profile is to plan again with --elastic; give that too, or leave it out")
     else:

@@ -30,7 +30,7 @@ __all__ = ["what_if_command"]
 @click.option("--sweep", "sweeps", multiple=True, required=True, metavar="NAME=LOW..HIGH",
               help="Once or twice: link, memory, count, ddr, board.dsp, vcu118.ram…; or NAME=A,B,C.")  # fmt: skip
 @click.option("--points", type=int, default=7, show_default=True, help="Values from LOW to HIGH.")
-@renamed("--global-batch", "minibatch", type=int, help="Samples per optimizer step.  [default: as bapipe plan]")
+@renamed("--global-batch", "global_batch", type=int, help="Samples per optimizer step.  [default: as bapipe plan]")
 @renamed("--micro-batch", "microbatch", type=int, help="Micro-batch size.  [default: the best]")
 @click.option("--schedule", help="Only this schedule.")
 @renamed("--precision", show_default="a profile's own, or fp32; fp16 on FPGAs", help=PRECISION_HELP)
@@ -48,7 +48,7 @@ def what_if_command(model: str, **options: Any) -> None:
     sweeps = [parse_sweep(text, points=options["points"]) for text in options["sweeps"]]
     cluster = read_cluster(options["cluster"])
     request = Request(
-        minibatch=options["minibatch"], microbatch=options["microbatch"], schedule=options["schedule"]
+        global_batch=options["global_batch"], microbatch=options["microbatch"], schedule=options["schedule"]
     )
     if goes_on_fpgas(model, cluster):
         answer = fpga_answers(

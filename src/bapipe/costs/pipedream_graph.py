@@ -41,6 +41,8 @@ PIPEDREAM_ACCELERATOR = "v100-16"
 _DEFAULT_BATCH = 128
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NODE = re.compile(r"node[0-9]{1,9}")
+_CONVOLUTION = re.compile(r"Conv2d\(\d{1,9}, ([1-9]\d{0,8}),")
+_LINEAR = re.compile(r"Linear\(in_features=\d{1,9}, out_features=([1-9]\d{0,8}),")
 _VIEW = re.compile(r"(?:\w+\(inplace(?:=True)?\)|View\b|__getitem__\b|Size\b)")
 """results that live in the storage of their input"""
 
@@ -247,17 +249,19 @@ def _saved_activations(graph: _Graph, order: list[str], layer_of: dict[str, int]
 
 
 def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profile:
-    """The profile of a graph.txt, at the one micro-batch size `batch` that it was measured with (None: 128).
+    """The profile of a graph.txt, at the one micro-batch size `batch` that it was measured with.
 
-    The file does not say its batch size: PipeDream's VGG-16 and ResNet-50 are of 128, its GNMT of 32.
+    The file does not say it. None: of a convolutional network as its activations have it, else 128, which the
+    table's description says; PipeDream's GNMT is of 32.
     """
-    size = _DEFAULT_BATCH if batch is None else batch
-    if size < 1:
+    if batch is not None and batch < 1:
         raise BaPipeError(
-            f"the batch of a profile must be at least 1, got {size}; give the size it was measured at"
+            f"the batch of a profile must be at least 1, got {batch}; give the size it was measured at"
         )
     graph = _parse(read_text(path), path=str(path))
     order = _order(graph, path=str(path))
+    inferred = _inferred_batch([graph.nodes[name] for name in order]) if batch is None else None
+    size = batch or inferred or _DEFAULT_BATCH
     inputs = {
         name
         for name in order
@@ -276,7 +280,9 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
         return tuple(sum(getattr(graph.nodes[name], field) for name in group) for group in groups)
 
     weights = total("parameters")
-    assumed = ", assumed as the file does not say it" if batch is None else ""
+    assumed = ""
+    if batch is None:
+        assumed = ", as its activations have it" if inferred else ", assumed as the file does not say it"
     table = CostTable(
         source="measured",
         description=f"PipeDream's published profile {Path(path).name} (msr-fiddle/pipedream, MIT), V100-class "
@@ -299,6 +305,26 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
         accelerators={PIPEDREAM_ACCELERATOR: table},
         input_bytes=sum(graph.nodes[name].activation for name in inputs) / size,
     )
+
+
+def _inferred_batch(nodes: Iterable[_Node]) -> int | None:
+    """Samples of a convolutional network's activations; None where they do not tell.
+
+    The last Linear makes `out_features` numbers of 4 bytes for each sample. The first convolution must agree: so
+    many samples of its channels are squares. Where there is no convolution a Linear may see words, not samples.
+    """
+    first = last = None
+    for node in nodes:
+        made = _CONVOLUTION.match(node.description)
+        if made and first is None:
+            first = node.activation / (4 * int(made[1]))
+        made = _LINEAR.match(node.description)
+        if made:
+            last = node.activation / (4 * int(made[1]))
+    if first is None or last is None or last < 1 or last != int(last):
+        return None
+    pixels = first / last
+    return int(last) if pixels >= 1 and math.isqrt(int(pixels)) ** 2 == pixels else None
 
 
 def _layer_name(graph: _Graph, group: list[str]) -> str:

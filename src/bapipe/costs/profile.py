@@ -10,6 +10,8 @@ import numpy as np
 
 from bapipe.costs.fields import COST_FIELDS, CostArrays, CostTable, Floats, Like, Source
 from bapipe.errors import BaPipeError, nearest
+from bapipe.hardware.precision import find_precision
+from bapipe.io.amounts import require_amounts
 from bapipe.io.files import content_hash, dump_json, read_versioned, write_text
 from bapipe.models.layers import ModelRef, Split
 
@@ -164,8 +166,25 @@ def _require(condition: bool, where: str, what: str, got: str) -> None:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """The one reader of profile.json."""
-    return read_versioned(Profile, path, schema=PROFILE_SCHEMA)
+    """The one reader of profile.json; one whose parts contradict each other is refused."""
+    return read_versioned(Profile, path, schema=PROFILE_SCHEMA, check=_require_consistent)
+
+
+def _require_consistent(profile: Profile) -> None:
+    """The precision is known, amounts beside the layers' are not negative, and tied weights are a layer's."""
+    todo = "correct the profile"
+    find_precision(profile.dtype)
+    require_amounts(profile, where="the profile", todo=todo)
+    names = {layer.name for layer in profile.layers}
+    for layer in profile.layers:
+        other = layer.shares_weights_with
+        if other is not None and other not in names:
+            raise BaPipeError(
+                f"layer '{layer.name[:60]}' shares weights with '{other[:60]}', which is no layer"
+                f"{nearest(other, names)}; {todo}"
+            )
+    for name, table in profile.accelerators.items():
+        require_amounts(table, where=f"accelerator '{name[:60]}'", todo=todo)
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:

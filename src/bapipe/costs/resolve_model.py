@@ -32,7 +32,8 @@ def load_profile(
     - a built-in name (`args`: its options) or a layer table (`*.toml`): computed for `types` at `microbatches`, in
       that `precision` (None: fp32);
     - profile.json: as it is, whatever `types` and `microbatches`; another `precision` than its own is refused;
-    - `*.graph.txt`: PipeDream's, measured at `batch` (None: 128) and scaled to `microbatches` where they differ;
+    - `*.graph.txt`: PipeDream's, measured at `batch` (None: inferred, or 128) and scaled to `microbatches` where
+      they differ;
     - package.module:function: refused here, as it must be profiled first.
     """
     found = parse_model_spec(spec)

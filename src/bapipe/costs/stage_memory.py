@@ -25,6 +25,7 @@ __all__ = [
     "StageBytes",
     "UnitBytes",
     "every_run_bytes",
+    "every_stage_bytes",
     "needed_beyond",
     "stage_bytes",
     "stage_weights",
@@ -163,22 +164,28 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
 
     `parted`: its backward may be done in two parts, for which it keeps what it received, needed or not.
     """
-    held, spaces = _by_last(chain, first, last, _PHASES, parted=parted)
+    (held, spaces), at = _from_first(chain, first, parted=parted), last - first
     ahead, back = chain.boundary_forward, chain.boundary_backward
     return StageBytes(
-        weights=float(held.weights[-1]),
-        casts=float(held.casts[-1]),
-        saved_activations=float(held.saved_activations[-1]),
-        delayed=float(held.delayed[-1]),
+        weights=float(held.weights[at]),
+        casts=float(held.casts[at]),
+        saved_activations=float(held.saved_activations[at]),
+        delayed=float(held.delayed[at]),
         kept=float(chain.input_bytes[first]),
-        buffers=float(held.buffers[-1]),
-        workspace=float(held.workspace[-1]),
+        buffers=float(held.buffers[at]),
+        workspace=float(held.workspace[at]),
         received=float(ahead[first - 1]) if first else 0.0,
         answered=float(back[first - 1]) if first else 0.0,
         sent=float(ahead[last]),
         returned=float(back[last]),
-        **{name: float(values[-1]) for name, values in spaces.items() if name != "unit_workspace"},
+        **{name: float(values[at]) for name, values in spaces.items() if name != "unit_workspace"},
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _from_first(chain: Chain, first: int, *, parted: bool) -> tuple[HeldBytes[Floats], dict[str, Floats]]:
+    """Of every stage that begins with the unit `first`: searches ask for many that differ in their last unit."""
+    return _by_last(chain, first, len(chain) - 1, _PHASES, parted=parted)
 
 
 def stages_bytes(chain: Chain, spans: Sequence[tuple[int, int]], schedule: Schedule) -> list[StageBytes]:
@@ -204,6 +211,33 @@ def every_run_bytes(chain: Chain) -> HeldBytes[Floats]:
         for name, values in found.items():
             values[first, first:] = getattr(own, name)
     return HeldBytes(kept=UnitBytes.of(chain).inputs[:, None], **found)
+
+
+def every_stage_bytes(chain: Chain, *, parted: bool) -> dict[str, Floats]:
+    """The figures of `StageBytes` but `delayed` and those of first backwards, of every run, [first, last].
+
+    0 where last < first. Cost: O(units²), by one step per first unit.
+    """
+    units, found = len(chain), dict[str, Floats]()
+    ahead, back = chain.boundary_forward, chain.boundary_backward
+    for first in range(units):
+        held, spaces = _by_last(chain, first, units - 1, _PHASES[:2], parted=parted)
+        rows = {
+            "weights": held.weights,
+            "casts": held.casts,
+            "saved_activations": held.saved_activations,
+            "kept": chain.input_bytes[first],
+            "received": ahead[first - 1] if first else 0.0,
+            "answered": back[first - 1] if first else 0.0,
+            "sent": ahead[first:],
+            "returned": back[first:],
+            "workspace": held.workspace,
+            "forward_workspace": spaces["forward_workspace"],
+            "backward_workspace": spaces["backward_workspace"],
+        }
+        for name, values in rows.items():
+            found.setdefault(name, np.zeros((units, units)))[first, first:] = values
+    return found
 
 
 def _by_last(

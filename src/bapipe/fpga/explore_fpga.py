@@ -30,7 +30,7 @@ __all__ = ["FPGA_STRATEGIES", "FpgaExploration", "explore_fpga"]
 
 FPGA_STRATEGIES = ("exact", "bapipe", "uniform", "time")
 _LARGEST_MICROBATCH = 64
-_DEFAULT_MINIBATCH = 128
+_DEFAULT_GLOBAL_BATCH = 128
 """the paper's for FPGA clusters"""
 
 
@@ -46,7 +46,7 @@ class FpgaExploration:
     boards: tuple[Board, ...]
     units: Units
     dtype: str
-    minibatch: int
+    global_batch: int
     best: Outcome
     by_schedule: dict[str, Outcome]
     """the best of each schedule that was tried"""
@@ -58,7 +58,7 @@ class FpgaExploration:
     @property
     def lower_bound(self) -> float:
         """Seconds per global batch: all DSPs of all boards busy all the time, equation (1), no communication."""
-        return self.minibatch * self.network.training_macs / sum(board.rate for board in self.boards)
+        return self.global_batch * self.network.training_macs / sum(board.rate for board in self.boards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,7 +70,7 @@ class _Setting:
     boards: tuple[Board, ...]
     units: Units
     tables: dict[float, DspTable]
-    minibatch: int
+    global_batch: int
 
     def run(self, rule: Rule, offset: int, depth: int) -> Run:
         links = tuple(self.cluster.link(index, index + 1) for index in range(offset, offset + depth - 1))
@@ -110,7 +110,7 @@ def explore_fpga(
     boards = boards_of(cluster, dtype=dtype)
     require_transceivers(cluster, boards)
     units = make_units(network, parameters)
-    minibatch = request.minibatch or _DEFAULT_MINIBATCH
+    global_batch = request.global_batch or _DEFAULT_GLOBAL_BATCH
     setting = _Setting(
         request=request,
         parameters=parameters,
@@ -119,7 +119,7 @@ def explore_fpga(
         boards=boards,
         units=units,
         tables=_tables(units, boards, parameters),
-        minibatch=minibatch,
+        global_batch=global_batch,
     )
     found: dict[str, Outcome] = {}
     steps: tuple[Step, ...] = ()
@@ -146,12 +146,18 @@ def explore_fpga(
         boards=boards,
         units=units,
         dtype=dtype,
-        minibatch=minibatch,
+        global_batch=global_batch,
         best=min(found.values(), key=_rank),
         by_schedule=found,
         alternatives=tuple(
             data_parallel(
-                units, cluster, boards, variant=variant, minibatch=minibatch, copies=copies, parameters=parameters
+                units,
+                cluster,
+                boards,
+                variant=variant,
+                global_batch=global_batch,
+                copies=copies,
+                parameters=parameters,
             )
             for variant in DP_VARIANTS
         ),
@@ -197,13 +203,13 @@ def _rank(outcome: Outcome) -> tuple[float, float, float]:
 
 
 def _rules(setting: _Setting) -> Iterator[Rule]:
-    request, minibatch = setting.request, setting.minibatch
-    sizes = [2**power for power in range(31) if 2**power <= min(_LARGEST_MICROBATCH, minibatch)]
-    sizes = [size for size in sizes if minibatch % size == 0]
+    request, global_batch = setting.request, setting.global_batch
+    sizes = [2**power for power in range(31) if 2**power <= min(_LARGEST_MICROBATCH, global_batch)]
+    sizes = [size for size in sizes if global_batch % size == 0]
     if request.microbatch is not None:
-        if minibatch % request.microbatch:
+        if global_batch % request.microbatch:
             raise BaPipeError(
-                f"a global batch of {minibatch} is no multiple of a micro-batch of {request.microbatch}; "
+                f"a global batch of {global_batch} is no multiple of a micro-batch of {request.microbatch}; "
                 "change one"
             )
         sizes = [request.microbatch]
@@ -213,11 +219,11 @@ def _rules(setting: _Setting) -> Iterator[Rule]:
             # Likely ones first, so that others are ruled out by what these reach.
             drain = fill if schedule == "1f1b-as" else 0.0
             ahead = len(setting.boards) - 1
-            for size in sorted(sizes, key=lambda size: (minibatch / size + ahead) * (size + drain)):
+            for size in sorted(sizes, key=lambda size: (global_batch / size + ahead) * (size + drain)):
                 yield Rule(
                     schedule=schedule,
                     microbatch=size,
-                    minibatch=minibatch,
+                    global_batch=global_batch,
                     forward_share=setting.network.forward_share,
                     refill=setting.parameters.refill,
                 )

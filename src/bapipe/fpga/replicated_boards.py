@@ -69,7 +69,7 @@ def data_parallel(
     boards: Sequence[Board],
     *,
     variant: str,
-    minibatch: int,
+    global_batch: int,
     copies: float,
     parameters: Parameters,
 ) -> DataParallel:
@@ -81,7 +81,7 @@ def data_parallel(
     update = max(figures[board][2] for board in boards)
     fits = all(figures[board][3] for board in boards)
     each = [max(figures[board][0], figures[board][1]) for board in boards]
-    images = _shares(each, minibatch) if fits else [0] * len(boards)
+    images = _shares(each, global_batch) if fits else [0] * len(boards)
     synchronise = max(reduce, update)
     longest = max(count * time for count, time in zip(images, each, strict=True)) if fits else None
     return DataParallel(
@@ -118,15 +118,15 @@ def _figures(
     return compute, ddr, update, fits, memory
 
 
-def _shares(seconds: Sequence[float], minibatch: int) -> list[int]:
+def _shares(seconds: Sequence[float], global_batch: int) -> list[int]:
     """Images per board so that the last to finish finishes first; exact for these costs."""
     rate = sum(1 / time for time in seconds)
-    counts = [int(minibatch / rate / time) for time in seconds]
+    counts = [int(global_batch / rate / time) for time in seconds]
     waiting = [
         ((count + 1) * time, index) for index, (count, time) in enumerate(zip(counts, seconds, strict=True))
     ]
     heapq.heapify(waiting)
-    for _ in range(minibatch - sum(counts)):
+    for _ in range(global_batch - sum(counts)):
         _, index = heapq.heappop(waiting)
         counts[index] += 1
         heapq.heappush(waiting, ((counts[index] + 1) * seconds[index], index))

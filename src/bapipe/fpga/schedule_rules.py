@@ -29,7 +29,7 @@ class Rule:
     schedule: Literal["1f1b-as", "fbp-as"]
     microbatch: int
     """images"""
-    minibatch: int
+    global_batch: int
     """images"""
     forward_share: float
     """φ"""
@@ -38,7 +38,7 @@ class Rule:
 
     @property
     def microbatches(self) -> int:
-        return self.minibatch // self.microbatch
+        return self.global_batch // self.microbatch
 
     def images(self, behind: int) -> int:
         """Images in flight at a stage with so many boards from it to the end: b · min(M, K) with K of Table I."""

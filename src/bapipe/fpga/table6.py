@@ -57,7 +57,7 @@ def table6(
     for spec, paper in PAPER_SPEEDUP.items():
         cluster = read_cluster(spec)
         cluster = change(cluster) if change is not None else cluster
-        found = explore_fpga(model, cluster, Request(minibatch=128, strategy=strategy), parameters=parameters)
+        found = explore_fpga(model, cluster, Request(global_batch=128, strategy=strategy), parameters=parameters)
         reference = next(item for item in found.alternatives if item.variant == "paper-ddr")
         rows.append(
             Table6Row(

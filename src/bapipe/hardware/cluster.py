@@ -7,8 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bapipe.errors import BaPipeError
+from bapipe.io.amounts import require_amounts
 
-__all__ = ["Accelerator", "AcceleratorType", "Cluster", "Efficiency", "Link", "is_fpga_cluster"]
+__all__ = ["LEAST_RATE", "Accelerator", "AcceleratorType", "Cluster", "Efficiency", "Link", "is_fpga_cluster"]
+
+LEAST_RATE = 1e-9
+"""bytes/s, FLOP/s or a share: less is 0, because times would not be finite"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,14 @@ class Efficiency:
     """half-efficiency work size, as time: a kernel of peak FLOP/s · half_seconds reaches half of `compute`"""
     launch: float = 30e-6
     """seconds that each layer costs whatever its size, once per pass"""
+
+    def __post_init__(self) -> None:
+        for what, share in (*self.compute.items(), ("memory", self.memory)):
+            if not LEAST_RATE <= share <= 4:
+                raise BaPipeError(
+                    f"efficiency: {what[:60]} must be a share such as 0.8, got {share:g}; correct it"
+                )
+        require_amounts(self, where="efficiency", todo="correct it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +60,14 @@ class AcceleratorType:
     sources: dict[str, str] = field(default_factory=dict)
     """where each figure comes from"""
 
+    def __post_init__(self) -> None:
+        where, able = f"accelerator type '{self.name[:60]}'", self.kind == "fpga"  # which may have no DDR
+        require_amounts(self, where=where, todo="correct it")
+        rates = {"memory": self.memory, "memory_bandwidth": self.memory_bandwidth} if not able else {}
+        for name, value in {**rates, "link_bandwidth": self.link_bandwidth, **self.flops}.items():
+            if value is not None and not value >= LEAST_RATE:
+                raise BaPipeError(f"{where}: {name[:60]} must be more than 0, got {value:g}; correct it")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
@@ -71,7 +91,7 @@ class Link:
     """relative standard error of a transfer's time, as measured; 0: not known"""
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
+        if not self.bandwidth >= LEAST_RATE:
             raise BaPipeError(f"a link needs a bandwidth of more than 0, got {self.bandwidth:g}; correct it")
         if self.latency < 0:
             raise BaPipeError(f"a link needs a latency of at least 0, got {self.latency:g}; correct it")
@@ -114,6 +134,19 @@ class Cluster:
         for accelerator in self.accelerators:
             if accelerator.type not in self.types:
                 raise BaPipeError(f"accelerator '{accelerator.name}' is of unknown type '{accelerator.type}'")
+        members = set(names)
+        for key in self.pairs:
+            first, _, second = key.partition(" - ")
+            if first == second or not {first, second} <= members:
+                raise BaPipeError(f"a link joins two accelerators of the cluster, got '{key[:60]}'; correct it")
+        for name, kind in self.types.items():
+            if kind.name != name:
+                raise BaPipeError(f"type '{kind.name[:60]}' stands under '{name[:60]}'; give both one name")
+        for rate in (self.collective_bandwidth, self.bus_bandwidth):
+            if rate is not None and not rate >= LEAST_RATE:
+                raise BaPipeError(
+                    f"a bus or collective needs a bandwidth of more than 0, got {rate:g}; correct it"
+                )
 
     def __len__(self) -> int:
         return len(self.accelerators)
@@ -141,9 +174,10 @@ class Cluster:
     def link(self, first: int, second: int) -> Link:
         """The link between two accelerators, by index."""
         one, other = self.accelerators[first], self.accelerators[second]
-        for key in (f"{one.name} - {other.name}", f"{other.name} - {one.name}"):
-            if key in self.pairs:
-                return self.pairs[key]
+        if self.pairs:
+            for key in (f"{one.name} - {other.name}", f"{other.name} - {one.name}"):
+                if key in self.pairs:
+                    return self.pairs[key]
         if not self.connected(first, second):
             raise BaPipeError(f"{one.name} and {other.name} are not neighbours in the chain; reorder the stages")
         if one.node == other.node or self.between is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from bapipe.hardware.slowed_types import usual_type
+
 __all__ = ["cpu_threads", "cpu_type"]
 
 _NAME = re.compile(r"cpu-([0-9]{1,4})?core")
@@ -16,5 +18,5 @@ def cpu_type(threads: int) -> str:
 
 def cpu_threads(name: str) -> int | None:
     """The threads that a type's name tells; None where it tells none."""
-    match = _NAME.fullmatch(name)
+    match = _NAME.fullmatch(usual_type(name))
     return None if match is None else int(match[1] or 1)

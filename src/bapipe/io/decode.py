@@ -1,7 +1,7 @@
 """Plain JSON or TOML values -> frozen dataclasses, strictly.
 
-The dataclass is the schema: an unknown key, a missing one, a wrong type, a NaN is refused with its place in the
-file, and a misspelt key with the nearest valid one.
+The dataclass is the schema: an unknown key, a missing one, a wrong type, a NaN, an absurd number is refused with
+its place in the file, and a misspelt key with the nearest valid one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from typing import Any, TypeVar
 from bapipe.errors import FileFormatError, nearest
 from bapipe.io.renamed_keys import with_new_names
 
-__all__ = ["decode"]
+__all__ = ["LARGEST_NUMBER", "decode"]
 
+LARGEST_NUMBER = 1e30
+"""of a file; a larger one is a slip of the pen, and products of several would not be finite"""
+_LARGEST_INT = 2**63 - 1
 T = TypeVar("T")
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
@@ -42,6 +45,8 @@ def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return "a whole number of more than 300 digits"  # which Python may refuse to write
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "…"
 
@@ -109,6 +114,8 @@ def _scalar(kind: Any, data: object, where: str) -> Any:
     accepted = isinstance(data, kind) or (kind is float and isinstance(data, int))
     if not accepted or (isinstance(data, bool) and kind is not bool):
         raise FileFormatError(f"{where}: expected {_NAMES.get(kind, str(kind))}; got {_shown(data)}")
+    if kind is int and abs(typing.cast(int, data)) > _LARGEST_INT:
+        raise FileFormatError(f"{where}: expected a whole number within 64 bits; got {_shown(data)}")
     if kind is not float:
         return data
     try:
@@ -117,4 +124,6 @@ def _scalar(kind: Any, data: object, where: str) -> Any:
         number = math.inf
     if not math.isfinite(number):
         raise FileFormatError(f"{where}: expected a finite number; got {_shown(data)}")
+    if abs(number) > LARGEST_NUMBER:
+        raise FileFormatError(f"{where}: expected a number of at most {LARGEST_NUMBER:g}; got {_shown(data)}")
     return number

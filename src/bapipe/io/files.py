@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import tempfile
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bapipe.errors import FileFormatError
+from bapipe.errors import BaPipeError, FileFormatError
 from bapipe.io.decode import decode
 from bapipe.io.renamed_keys import first_name
 
@@ -22,9 +24,12 @@ __all__ = [
     "load_json",
     "load_toml",
     "parse_toml",
+    "parse_versioned",
     "plain_values",
     "read_text",
     "read_versioned",
+    "replace_file",
+    "sync",
     "write_bytes",
     "write_text",
 ]
@@ -54,22 +59,42 @@ def read_text(path: str | Path) -> str:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number BaPipe can use")
+    raise ValueError(f"{name} is not a number BaPipe can use; correct it")
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One table of a JSON text: readers would take the last of two values of one key and say nothing."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key '{twice[:60]}' is there twice in one table; keep one of them")
+    return table
 
 
 def load_json(path: str | Path) -> Any:
-    """The JSON values of a file; NaN, infinities and absurd nesting are refused."""
-    text = read_text(path)
+    """The JSON values of a file; NaN, infinities, absurd nesting, a key twice and half characters are refused."""
+    return _parse_json(read_text(path), where=path)
+
+
+def _parse_json(text: str, *, where: str | Path) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_table)
+        if "\\u" in text:
+            json.dumps(values, ensure_ascii=False).encode()
+        return values
+    except UnicodeEncodeError:
+        raise FileFormatError(
+            f"{where} has half of a pair of UTF-16 code units (\\ud800 to \\udfff), no character; correct it"
+        ) from None
     except json.JSONDecodeError as error:
         raise FileFormatError(
-            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; is it cut off?"
+            f"{where} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; is it cut off?"
         ) from None
     except RecursionError:
-        raise FileFormatError(f"{path} is nested too deeply; it cannot be such a file") from None
+        raise FileFormatError(f"{where} is nested too deeply; it cannot be such a file") from None
     except ValueError as error:
-        raise FileFormatError(f"{path}: {error}") from None
+        raise FileFormatError(f"{where}: {error}") from None
 
 
 def load_toml(path: str | Path) -> dict[str, Any]:
@@ -87,18 +112,35 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
         raise FileFormatError(f"{where} is nested too deeply; it cannot be such a file") from None
 
 
-def read_versioned(cls: type[T], path: str | Path, *, schema: str) -> T:
-    """A JSON file whose `schema` entry must be the given one, decoded into `cls`."""
-    data = load_json(path)
+def read_versioned(
+    cls: type[T], path: str | Path, *, schema: str, check: Callable[[T], object] | None = None
+) -> T:
+    """A JSON file whose `schema` entry must be the given one, decoded into `cls`, which `check` may refuse."""
+    return parse_versioned(cls, read_text(path), schema=schema, where=str(path), check=check)
+
+
+def parse_versioned(
+    cls: type[T], text: str, *, schema: str, where: str, check: Callable[[T], object] | None = None
+) -> T:
+    """As `read_versioned`, of a text; `where` says in messages where it comes from."""
+    data = _parse_json(text, where=where)
     if not isinstance(data, dict) or "schema" not in data:
-        raise FileFormatError(f"{path} has no 'schema' entry; expected {schema}")
+        raise FileFormatError(f"{where} has no 'schema' entry; expected {schema}")
     found = data["schema"]
     if found != schema:
         kind = schema.split("/")[0]
         same_kind = str(found).split("/")[0] == kind
         todo = "make it again with this version of BaPipe" if same_kind else "give the right file"
-        raise FileFormatError(f"{path} has schema '{str(found)[:60]}', expected '{schema}'; {todo}")
-    return decode(cls, data, where=str(path))
+        raise FileFormatError(f"{where} has schema '{str(found)[:60]}', expected '{schema}'; {todo}")
+    try:
+        value = decode(cls, data, where=where)
+        if check is not None:
+            check(value)
+    except FileFormatError:
+        raise
+    except BaPipeError as error:
+        raise FileFormatError(f"{where[:200]}: {error}") from None
+    return value
 
 
 def plain_values(value: Any) -> Any:
@@ -145,29 +187,68 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write the whole file or nothing: a reader never sees half of it, and a failure keeps the old one."""
+def write_text(path: str | Path, text: str, *, durable: bool = True) -> None:
+    """Write the whole file or nothing: a reader never sees half of it, and a failure keeps the old one.
+
+    When this returns the file is on disk, under its name: a power cut later does not lose it. Without `durable`
+    the system writes it when it likes, which is enough for what nobody reads after a restart.
+    """
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
         raise FileFormatError(f"{str(path)[:200]} cannot be written: {error}") from None
-    write_bytes(path, data)
+    write_bytes(path, data, durable=durable)
 
 
-def write_bytes(path: str | Path, data: bytes) -> None:
+def write_bytes(path: str | Path, data: bytes, *, durable: bool = True) -> None:
     """As `write_text`, of bytes."""
-    file = Path(path)
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(data)
+
     try:
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:60]}-")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(data)
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
-            os.replace(temporary, file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_file(path, write, durable=durable)
     except (OSError, ValueError) as error:
         raise FileFormatError(f"{str(path)[:200]} cannot be written: {error}") from None
+
+
+def replace_file(path: str | Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
+    """Have `write` fill a new file beside `path`, and give it that name once all of it is there.
+
+    What was at `path` stays as it was where `write` or the disk fails: its error is raised, and nothing is left
+    behind. Otherwise as `write_text`.
+    """
+    file = Path(path)
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:60]}-")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        if durable:
+            sync(temporary)
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk.
+
+    Where the file system cannot sync a folder, or the folder may not be read, there is nothing to wait for; any
+    other error is the system's OSError.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise

@@ -14,6 +14,7 @@ __all__ = ["RENAMED_KEYS", "first_name", "with_new_names"]
 
 RENAMED_KEYS = {
     "features": "activations",
+    "minibatch": "global_batch",
     "part_stash": "part_saved_activations",
     "peak_features": "in_flight",
     "peak_live": "peak_in_flight",

@@ -8,7 +8,8 @@ from typing import Literal
 from bapipe.costs.optimizers import same_step
 from bapipe.costs.peak_memory import message_bytes
 from bapipe.costs.segments import Chain
-from bapipe.planner.evaluate import Evaluation
+from bapipe.planner.evaluate import Evaluation, as_run
+from bapipe.planner.idle_accelerators import idle_note
 from bapipe.planner.search import Exploration
 from bapipe.records.plan import Alternative, LayerPart, MemoryParts, Plan, PlanStage, Prediction
 from bapipe.schedule.schedule_file import ScheduleFile
@@ -31,10 +32,10 @@ def make_plan(found: Exploration) -> Plan:
         optimizer=found.hardware.optimizer.name,
         strategy=found.request.strategy,
         microbatch_size=chain.microbatch,
-        microbatches=best.candidate.schedule.num_microbatches,
-        minibatch=found.minibatch,
+        microbatches=best.candidate.num_microbatches,
+        global_batch=found.global_batch,
         stages=_stages(best, found),
-        schedule=ScheduleFile.of(best.schedule),
+        schedule=ScheduleFile.of(as_run(best.candidate), copies=best.candidate.copies),
         prediction=Prediction(
             time=best.time,
             throughput=best.throughput,
@@ -192,6 +193,9 @@ def _notes(found: Exploration) -> tuple[str, ...]:
         f"T of equation (1): {format_seconds(found.ideal)} per micro-batch of {chain.microbatch}",
         f"{found.evaluated} candidates simulated",
     ]
+    idle = idle_note(found.best, found.considered, found.hardware, found.request)
+    if idle is not None:
+        notes.append(idle)
     if found.outlook is not None:
         layers, links = found.outlook.errors.largest
         notes.append(
@@ -199,13 +203,12 @@ def _notes(found: Exploration) -> tuple[str, ...]:
             f"off by {layers:.1%} and links by {links:.1%}; the plan loses least in their mean"
         )
     most = found.tuning.most_types
-    if len(chain.types) > most:
+    if len(chain.types) > most and (found.left_out is None or found.left_out >= found.tuning.as_fast):
         notes.append(
-            f"heuristic: with more than {most} types of accelerators they are kept in the cluster's order"
+            f"heuristic: with more than {most} types of accelerators the exact partition keeps the cluster's order"
         )
-    if found.brute_gap is not None:
-        level = "as fast as" if found.brute_gap < found.tuning.as_fast else f"{found.brute_gap:.1%} slower than"
-        notes.append(f"{level} the best of all cuts of this depth, each simulated")
+    if found.left_out is not None:
+        notes.append(_searched(found.left_out, found.tuning.as_fast))
     if "analytic" in chain.source or "simulated" in chain.source:
         types = ", ".join(dict.fromkeys(item.type for item in found.hardware.cluster.accelerators))
         notes.append(
@@ -234,3 +237,12 @@ def _notes(found: Exploration) -> tuple[str, ...]:
     if found.request.space == "paper":
         notes.append("space of the paper: N stages without replicas, or data parallelism without accumulation")
     return tuple(notes)
+
+
+def _searched(left_out: float, as_fast: float) -> str:
+    """What the search by simulation says of plans that it has not tried."""
+    if left_out < as_fast:
+        return (
+            "no other cuts, accelerators, replicas or in-flight counts are faster: all were simulated or ruled out"
+        )
+    return f"cuts, accelerators, replicas and in-flight counts not tried could save {left_out:.1%} at most"

@@ -10,7 +10,7 @@ from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
 from bapipe.schedule.generators import capped
 
-__all__ = ["Estimate", "analytic_alternatives", "at_minibatch", "data_parallel_candidate"]
+__all__ = ["Estimate", "analytic_alternatives", "at_global_batch", "data_parallel_candidate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ def data_parallel_candidate(chain: Chain, hardware: Hardware, accumulation: int)
     return Candidate(label=label, chain=chain, stages=(stage,), schedule=schedule)
 
 
-def at_minibatch(chain: Chain, hardware: Hardware, minibatch: int) -> Candidate | None:
+def at_global_batch(chain: Chain, hardware: Hardware, global_batch: int) -> Candidate | None:
     """Data parallelism with one optimizer step per global batch; None where its micro-batches do not divide it."""
-    steps, rest = divmod(minibatch, chain.microbatch * len(hardware.cluster))
+    steps, rest = divmod(global_batch, chain.microbatch * len(hardware.cluster))
     return data_parallel_candidate(chain, hardware, steps) if steps and not rest else None
 
 
@@ -63,8 +63,13 @@ def analytic_alternatives(chain: Chain, hardware: Hardware, microbatches: int) -
     largest = float(units.weights.max())
     exposed = max(all_reduce_time(cluster, members, min(DDP_BUCKET, weights)), reduce - backward)
     gathers = 1.5 * reduce * each
+    # Layers are often alike, and each all-reduce looks at every accelerator.
+    summed = {
+        size: all_reduce_time(cluster, members, size)
+        for size in {*chain.boundary_forward.tolist(), *chain.boundary_backward.tolist()}
+    }
     boundary = sum(
-        all_reduce_time(cluster, members, float(forward)) + all_reduce_time(cluster, members, float(back))
+        summed[float(forward)] + summed[float(back)]
         for forward, back in zip(chain.boundary_forward, chain.boundary_backward, strict=True)
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,8 +15,10 @@ from bapipe.costs.segments import Chain, holds_all_weights
 from bapipe.costs.stage_memory import StageBytes, stage_weights, stages_bytes
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.errors import BaPipeError
-from bapipe.hardware.cluster import Cluster, Link
+from bapipe.hardware.cluster import Cluster
+from bapipe.planner.gradient_rings import all_reduce_time
 from bapipe.planner.partition.paper.step_record import Step
+from bapipe.planner.stand_ins import stand_ins
 from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import with_recompute, with_update
@@ -31,6 +34,7 @@ __all__ = [
     "StageChoice",
     "accelerators_of_ranks",
     "all_reduce_time",
+    "as_run",
     "evaluate",
     "is_data_parallel",
     "network_of",
@@ -78,6 +82,14 @@ class Candidate:
     """without R, A and U; `evaluate` adds them"""
     steps: tuple[Step, ...] = ()
     """how its partition came about, where that was recorded"""
+    copies: int = 1
+    """replicas of all of it, with micro-batches by turns: the schedule is that of one, and `stages` has the
+    accelerators of all, in the order of `replicated_pipelines`"""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of the global batch, all replicas together."""
+        return self.copies * self.schedule.num_microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +116,9 @@ class Evaluation:
 
     candidate: Candidate
     schedule: Schedule
-    """as run: with recomputation, all-reduce and optimizer step"""
+    """as run: with recomputation, all-reduce and optimizer step; of copies, those that stand for all"""
+    ranks: tuple[int, ...]
+    """the accelerator of each of its ranks, by index"""
     costs: Costs
     timeline: Timeline
     peaks: tuple[PeakBytes, ...]
@@ -119,7 +133,7 @@ class Evaluation:
 
     @property
     def samples(self) -> int:
-        return self.candidate.chain.microbatch * self.candidate.schedule.num_microbatches
+        return self.candidate.chain.microbatch * self.candidate.num_microbatches
 
     @property
     def memory(self) -> tuple[float, ...]:
@@ -149,45 +163,26 @@ class Evaluation:
         return (stage, lacking[stage]) if lacking[stage] > 0 else None
 
 
-def all_reduce_time(cluster: Cluster, members: tuple[int, ...], size: float) -> float:
-    """A ring all-reduce of `size` bytes: 2(r−1)/r of it over the slowest link or the collective's own rate."""
-    count = len(members)
-    if count < 2:
-        return 0.0
-    links = [_ring_link(cluster, a, b) for a, b in zip(members, (*members[1:], members[0]), strict=True)]
-    if cluster.collective_bandwidth is not None:
-        bandwidth = cluster.collective_bandwidth
-    else:
-        bandwidth = min(link.bandwidth / (2 if link.duplex == "half" else 1) for link in links)
-        if cluster.bus_bandwidth is not None:
-            bandwidth = min(bandwidth, cluster.bus_bandwidth / count)
-    return 2 * (count - 1) / count * size / bandwidth + 2 * (count - 1) * max(link.latency for link in links)
-
-
-def _ring_link(cluster: Cluster, first: int, second: int) -> Link:
-    """In a daisy chain the ring closes through all the links between its ends, at the rate of one."""
-    return cluster.link(first, second) if cluster.connected(first, second) else cluster.within
-
-
 def network_of(cluster: Cluster, ranks: tuple[int, ...], schedule: Schedule) -> Network:
     """The routes between the ranks that talk to each other; amounts are bytes."""
     routes = {}
     for ahead, behind in zip(schedule.placement[:-1], schedule.placement[1:], strict=True):
-        for source in ahead:
-            for target in behind:
-                if source == target or (source, target) in routes:
-                    continue
-                link = cluster.link(ranks[source], ranks[target])
-                shared: object = None
-                bandwidth = link.bandwidth
-                same_node = cluster.accelerators[ranks[source]].node == cluster.accelerators[ranks[target]].node
-                if cluster.bus_bandwidth is not None and same_node:
-                    shared = ("bus", cluster.accelerators[ranks[source]].node)
-                    bandwidth = min(bandwidth, cluster.bus_bandwidth)
-                elif link.duplex == "half":
-                    shared = ("pair", min(source, target), max(source, target))
-                for pair in ((source, target), (target, source)):
-                    routes[pair] = Route(seconds_per_unit=1 / bandwidth, latency=link.latency, link=shared)
+        # Micro-batches are dealt to replicas in turn, so that not every one talks to every other.
+        for turn in range(math.lcm(len(ahead), len(behind))):
+            source, target = ahead[turn % len(ahead)], behind[turn % len(behind)]
+            if source == target or (source, target) in routes:
+                continue
+            link = cluster.link(ranks[source], ranks[target])
+            shared: object = None
+            bandwidth = link.bandwidth
+            same_node = cluster.accelerators[ranks[source]].node == cluster.accelerators[ranks[target]].node
+            if cluster.bus_bandwidth is not None and same_node:
+                shared = ("bus", cluster.accelerators[ranks[source]].node)
+                bandwidth = min(bandwidth, cluster.bus_bandwidth)
+            elif link.duplex == "half":
+                shared = ("pair", min(source, target), max(source, target))
+            for pair in ((source, target), (target, source)):
+                routes[pair] = Route(seconds_per_unit=1 / bandwidth, latency=link.latency, link=shared)
     return Network(routes=routes)
 
 
@@ -266,16 +261,13 @@ def seconds_of(chain: Chain, stages: Sequence[StageChoice], cluster: Cluster) ->
 
 
 def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
-    """Simulate the candidate and weigh its memory. Linear in its actions."""
-    schedule = candidate.schedule
-    chosen = [index for index, stage in enumerate(candidate.stages) if stage.recompute]
-    if chosen:
-        schedule = with_recompute(schedule, chosen)
+    """Simulate the candidate and weigh its memory. Linear in its actions, of copies in those of few."""
+    schedule, copies = as_run(candidate), candidate.copies
     seconds = seconds_of(candidate.chain, candidate.stages, hardware.cluster)
     costs = run_costs(candidate, hardware, seconds)
-    if schedule.flushes:
-        schedule = with_update(schedule)
     ranks = accelerators_of_ranks(candidate)
+    if copies > 1:
+        schedule, ranks = stand_ins(schedule, ranks, copies, hardware.cluster)
     timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule))
     needed = stages_bytes(candidate.chain, [(stage.first, stage.last) for stage in candidate.stages], schedule)
     peaks = rank_peaks(
@@ -292,6 +284,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
     return Evaluation(
         candidate=candidate,
         schedule=schedule,
+        ranks=ranks,
         costs=costs,
         timeline=timeline,
         peaks=tuple(
@@ -307,6 +300,15 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
     )
 
 
+def as_run(candidate: Candidate) -> Schedule:
+    """The candidate's schedule with recomputation, all-reduce and optimizer step; of copies, that of one."""
+    schedule = candidate.schedule
+    chosen = [index for index, stage in enumerate(candidate.stages) if stage.recompute]
+    if chosen:
+        schedule = with_recompute(schedule, chosen)
+    return with_update(schedule, replicas=candidate.copies) if schedule.flushes else schedule
+
+
 def _updating_always(costs: Costs) -> Costs:
     """A pipeline that never flushes steps the optimizer after every backward: the step is part of it.
 
@@ -317,10 +319,11 @@ def _updating_always(costs: Costs) -> Costs:
 
 
 def accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:
-    """The accelerator of each rank, by index."""
+    """The accelerator of each rank, by index, all copies together."""
     ranks = tuple(dict.fromkeys(index for stage in candidate.stages for index in stage.accelerators))
-    if len(ranks) != candidate.schedule.num_ranks:
-        raise BaPipeError(f"{candidate.label}: {len(ranks)} accelerators for {candidate.schedule.num_ranks} ranks")
+    wanted = candidate.copies * candidate.schedule.num_ranks
+    if len(ranks) != wanted:
+        raise BaPipeError(f"{candidate.label}: {len(ranks)} accelerators for {wanted} ranks")
     return ranks
 
 

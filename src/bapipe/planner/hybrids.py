@@ -21,7 +21,10 @@ from bapipe.planner.fixed_partitions import dealt_stages
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.replicas import replicated_pipelines
 
-__all__ = ["balanced_hybrids", "copies_of", "numbers_of_copies"]
+__all__ = ["REPLICATED", "balanced_hybrids", "copies_of", "numbers_of_copies"]
+
+REPLICATED = ("1f1b-sno", "1f1b-so", "1f1b", "zb", "zb-h1", "zb-h2")
+"""schedules that run in several replicas of a pipeline"""
 
 
 def balanced_hybrids(

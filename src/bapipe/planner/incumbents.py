@@ -41,7 +41,8 @@ class Incumbents:
     def is_new(self, candidate: Candidate) -> bool:
         """Whether these stages were not yet timed under this schedule; several strategies often agree."""
         schedule = candidate.schedule
-        key = (candidate.chain.units, candidate.chain.microbatch, candidate.stages, schedule.name, schedule.caps)
+        own = (candidate.stages, schedule.name, schedule.caps, candidate.copies)
+        key = (candidate.chain.units, candidate.chain.microbatch, *own)
         new = key not in self._seen
         self._seen.add(key)
         return new

@@ -54,11 +54,14 @@ def layers_for_fpgas(model: str) -> Model:
     return builtin_model(found.text, **conv)
 
 
-def profile_for(model: str, cluster: Cluster, *, microbatch: int | None, precision: str | None) -> Profile:
+def profile_for(
+    model: str, cluster: Cluster, *, microbatch: int | None, precision: str | None, batch: int | None = None
+) -> Profile:
     """The profile of what `model` names on this cluster: where it is computed, at powers of two up to 128.
 
-    A forced micro-batch is among the sizes. `precision` is as in `bapipe.costs.resolve_model.load_profile`.
+    A forced micro-batch is among the sizes. `precision` and `batch` are as in
+    `bapipe.costs.resolve_model.load_profile`.
     """
     sizes = {2**exponent for exponent in range(8)} | ({microbatch} if microbatch and microbatch > 0 else set())
     types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
-    return load_profile(model, types=types, precision=precision, microbatches=sorted(sizes))
+    return load_profile(model, types=types, precision=precision, microbatches=sorted(sizes), batch=batch)

@@ -58,7 +58,7 @@ def other_orders(state: SearchState, near: Sequence[Evaluation]) -> list[Evaluat
     families = [family for name, family in FAMILIES.items() if name in _schedules(state, starts)]
     found: list[Evaluation] = []
     for size in dict.fromkeys(own.candidate.chain.microbatch for own in starts):
-        chain, microbatches = state.chain(size), state.minibatch // size
+        chain, microbatches = state.chain(size), state.global_batch // size
         rows = [chain.row(kind) for kind in kinds]
         depth = request.stages or min(len(cluster), len(chain))
         for order, family in itertools.product(_type_orders(rows, tuning.type_orders), families):
@@ -93,7 +93,7 @@ def sampled_partitions(
     families = [family for name, family in FAMILIES.items() if name in schedules]
     widths = (False,) if request.stages is not None or state.paper else (False, True)
     for size, wide in itertools.product(list(sizes)[: tuning.sampled_sizes], widths):
-        chain, microbatches = state.chain(size), state.minibatch // size
+        chain, microbatches = state.chain(size), state.global_batch // size
         found: set[tuple[StageChoice, ...]] = set()
         for number in range(min(len(scenarios), tuning.sampled_partitions)):
             hardware, changed = scenarios.hardware(state.hardware, number), scenarios.chain(chain, number)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from bapipe.costs.segments import make_chain
 from bapipe.planner.assemble_plan import make_plan
-from bapipe.planner.evaluate import Evaluation
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.search import Exploration
 from bapipe.planner.state import ideal_seconds
 from bapipe.records.plan import Plan
 
-__all__ = ["race_candidates"]
+__all__ = ["race_candidates", "unraced_candidates"]
 
 
 def race_candidates(found: Exploration, limit: int = 6) -> tuple[Plan, ...]:
@@ -20,12 +22,41 @@ def race_candidates(found: Exploration, limit: int = 6) -> tuple[Plan, ...]:
     to be expected of the fastest, and where none of the others may be faster, the chosen one is alone. Where no
     error is known, the fastest alternatives that fit.
     """
-    if found.outlook is None:
-        others = [own for own in found.considered if own is not found.best and own.short is None]
-        runners = [found.best, *others][:limit]
-    else:
-        runners = found.outlook.race(limit, worth=found.tuning.race_gain)
-    return tuple(_plan(found, own) for own in runners)
+    return tuple(_plan(found, own) for own in _runners(found, limit))
+
+
+def unraced_candidates(
+    found: Exploration, again: Exploration, raced: Sequence[Plan], *, beat: float, limit: int
+) -> tuple[Plan, ...]:
+    """At most so many plans that have not run and should be faster than what has, now that more is known.
+
+    `again` is the search with costs as the `raced` plans showed them, and `beat` the seconds of the fastest of
+    these. The plans are made from the costs of `found`, as the raced ones were, so that one profile explains all.
+    """
+    enough = beat * (1 - found.tuning.race_again_gain)
+    known = [_shape(plan) for plan in raced]
+    plans = []
+    for own in _runners(again, limit + len(raced)):
+        candidate = own.candidate
+        if own.time > enough or not all(unit.whole for unit in candidate.chain.units):
+            continue
+        chain = make_chain(found.profile, candidate.chain.types, candidate.chain.microbatch)
+        plan = _plan(found, evaluate(replace(candidate, chain=chain), found.hardware))
+        if _shape(plan) not in known:
+            plans.append(plan)
+    return tuple(plans[:limit])
+
+
+def _runners(found: Exploration, limit: int) -> list[Evaluation]:
+    if found.outlook is not None:
+        return found.outlook.race(limit, worth=found.tuning.race_gain)
+    others = [own for own in found.considered if own is not found.best and own.short is None]
+    return [found.best, *others][:limit]
+
+
+def _shape(plan: Plan) -> tuple[object, ...]:
+    """What tells two plans of one request apart."""
+    return plan.microbatch_size, plan.schedule, tuple((stage.layers, stage.accelerators) for stage in plan.stages)
 
 
 def _plan(found: Exploration, evaluation: Evaluation) -> Plan:
@@ -34,4 +65,4 @@ def _plan(found: Exploration, evaluation: Evaluation) -> Plan:
         return make_plan(found)
     candidate = evaluation.candidate
     ideal = ideal_seconds(candidate.chain, found.hardware.cluster)
-    return make_plan(replace(found, best=evaluation, steps=candidate.steps, ideal=ideal, brute_gap=None))
+    return make_plan(replace(found, best=evaluation, steps=candidate.steps, ideal=ideal, left_out=None))

@@ -8,12 +8,13 @@ from typing import Literal
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.cluster import Cluster
+from bapipe.planner.effort import check_effort
 
 __all__ = [
     "SCHEDULE_NAMES",
     "STRATEGIES",
     "Request",
-    "default_minibatch",
+    "default_global_batch",
     "microbatch_sizes",
     "profiled_range",
 ]
@@ -40,7 +41,7 @@ SCHEDULE_NAMES = (
 class Request:
     """What may be forced; None leaves it to the search."""
 
-    minibatch: int | None = None
+    global_batch: int | None = None
     """samples of one optimizer step, all accelerators together"""
     microbatch: int | None = None
     schedule: str | None = None
@@ -60,6 +61,8 @@ class Request:
     """relative standard error of a layer's time; None: as the profile's tables have it, 0 where they do not"""
     link_error: float | None = None
     """relative standard error of a transfer's time; None: as the cluster's links have it"""
+    effort: str | float = "normal"
+    """how much is simulated to find a faster plan: low, normal or high, or so many seconds"""
     compiled: bool = False
     """whether the plan's stages run compiled though the profile was not measured so"""
 
@@ -74,8 +77,8 @@ class Request:
                 f"unknown schedule '{self.schedule[:40]}'{nearest(self.schedule, SCHEDULE_NAMES)}; "
                 f"known: {', '.join(SCHEDULE_NAMES)}"
             )
-        renamed = {"minibatch": "global-batch", "microbatch": "micro-batch", "cap": "in-flight"}
-        for name in ("minibatch", "microbatch", "cap", "stages"):
+        renamed = {"global_batch": "global-batch", "microbatch": "micro-batch", "cap": "in-flight"}
+        for name in ("global_batch", "microbatch", "cap", "stages"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BaPipeError(f"--{renamed.get(name, name)} must be at least 1, got {value}; raise it")
@@ -84,11 +87,12 @@ class Request:
             if value is not None and not 0 <= value < 1:
                 option = f"--{name.replace('_', '-')}"
                 raise BaPipeError(f"{option} must be at least 0% and below 100%, got {value:.0%}; correct it")
-        if self.minibatch and self.microbatch and self.minibatch % self.microbatch:
+        if self.global_batch and self.microbatch and self.global_batch % self.microbatch:
             raise BaPipeError(
-                f"a global batch of {self.minibatch} is no multiple of a micro-batch of {self.microbatch}; "
+                f"a global batch of {self.global_batch} is no multiple of a micro-batch of {self.microbatch}; "
                 "change one"
             )
+        check_effort(self.effort)
         if self.schedule == "data-parallel" and self.stages not in (None, 1):
             raise BaPipeError(f"data parallelism has one stage, --stages says {self.stages}; drop one of them")
         if self.cap is not None:
@@ -125,7 +129,7 @@ def profiled_range(profile: Profile, cluster: Cluster) -> tuple[int, int, list[i
     return low, high, sorted(sizes)
 
 
-def default_minibatch(profile: Profile, cluster: Cluster, microbatch: int | None) -> int:
+def default_global_batch(profile: Profile, cluster: Cluster, microbatch: int | None) -> int:
     """64 samples per accelerator, or 4 of the given (or only) micro-batches per accelerator if that is more."""
     low, _, _ = profiled_range(profile, cluster)
     per_accelerator = max(64, 4 * (microbatch or low))
@@ -136,24 +140,24 @@ def default_minibatch(profile: Profile, cluster: Cluster, microbatch: int | None
     return per_accelerator * len(cluster)
 
 
-def microbatch_sizes(profile: Profile, cluster: Cluster, request: Request, minibatch: int) -> list[int]:
+def microbatch_sizes(profile: Profile, cluster: Cluster, request: Request, global_batch: int) -> list[int]:
     """Micro-batch sizes to try: profiled ones and powers of two between them that divide the global batch."""
     low, high, sizes = profiled_range(profile, cluster)
     if request.microbatch is not None:
         profile.at(cluster.accelerators[0].type, request.microbatch)
-        if minibatch % request.microbatch:
+        if global_batch % request.microbatch:
             raise BaPipeError(
-                f"a global batch of {minibatch} is no multiple of a micro-batch of {request.microbatch}; "
+                f"a global batch of {global_batch} is no multiple of a micro-batch of {request.microbatch}; "
                 "change one"
             )
         return [request.microbatch]
     powers = [2**exponent for exponent in range(31) if low <= 2**exponent <= high]
-    fitting = [size for size in sorted({*sizes, *powers}) if minibatch % size == 0]
+    fitting = [size for size in sorted({*sizes, *powers}) if global_batch % size == 0]
     if not fitting:
-        fitting = [size for size in range(low, min(high, minibatch) + 1) if minibatch % size == 0]
+        fitting = [size for size in range(low, min(high, global_batch) + 1) if global_batch % size == 0]
     if not fitting:
         raise BaPipeError(
-            f"no profiled micro-batch of {low} to {high} divides a global batch of {minibatch}; "
-            f"choose a multiple of {low}, such as {max(1, round(minibatch / low)) * low}"
+            f"no profiled micro-batch of {low} to {high} divides a global batch of {global_batch}; "
+            f"choose a multiple of {low}, such as {max(1, round(global_batch / low)) * low}"
         )
     return fitting

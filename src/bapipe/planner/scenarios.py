@@ -16,7 +16,7 @@ from bapipe.costs.fields import COST_FIELDS
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import Chain, Floats
 from bapipe.hardware.cluster import Cluster, Link
-from bapipe.planner.evaluate import Evaluation, Hardware, accelerators_of_ranks, network_of, run_costs
+from bapipe.planner.evaluate import Evaluation, Hardware, network_of, run_costs
 from bapipe.planner.request import Request
 from bapipe.simulator.lowering import Network
 from bapipe.simulator.scenario_times import scenario_times
@@ -114,7 +114,7 @@ class Scenarios:
             routed: dict[tuple[object, ...], Network] = {}
             for index, evaluation in enumerate(evaluations):
                 candidate, schedule = evaluation.candidate, evaluation.schedule
-                own, ranks = candidate.chain, accelerators_of_ranks(candidate)
+                own, ranks = candidate.chain, evaluation.ranks
                 if id(own) not in chains:
                     chains[id(own)] = self.chain(own, number)
                 staged, placed = (id(own), candidate.stages, schedule.flushes), (ranks, schedule.placement)

@@ -7,6 +7,7 @@ plan. `bapipe.planner.passes` lists how.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bapipe.costs.planned_optimizer import planned_optimizer
@@ -18,7 +19,7 @@ from bapipe.planner.evaluate import Evaluation, Hardware
 from bapipe.planner.outlook import Outlook
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.planner.passes import PASSES
-from bapipe.planner.request import Request, default_minibatch, microbatch_sizes, profiled_range
+from bapipe.planner.request import Request, default_global_batch, microbatch_sizes, profiled_range
 from bapipe.planner.scenarios import known_errors
 from bapipe.planner.state import SearchState, ideal_seconds
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
@@ -33,7 +34,7 @@ class Exploration:
     request: Request
     profile: Profile
     hardware: Hardware
-    minibatch: int
+    global_batch: int
     best: Evaluation
     """the plan, with its timeline and memory"""
     considered: tuple[Evaluation, ...]
@@ -49,26 +50,23 @@ class Exploration:
     """how the best partition by the paper's rules came about, where the search was to explain it"""
     evaluated: int
     """candidates that were simulated"""
-    brute_gap: float | None
-    """how much slower the plan is than the best cut of the same depth, schedule and order of accelerators, each
-    one simulated; None where that was not tried"""
+    left_out: float | None
+    """by what share of its time a plan that the search by simulation left out may be faster, at most; 0 where it
+    left out none, None where there was no such search"""
     outlook: Outlook | None = None
     """what the plan and its alternatives take where times are not exact; None: no error is known"""
     tuning: Tuning = DEFAULT_TUNING
     """the constants that the search went by"""
 
 
-def lower_bound(profile: Profile, cluster: Cluster, minibatch: int) -> float:
+def lower_bound(profile: Profile, cluster: Cluster, global_batch: int) -> float:
     """Perfect split of the global batch at each accelerator's best profiled efficiency, no communication."""
     _, _, sizes = profiled_range(profile, cluster)
-    rate = 0.0
-    for accelerator in cluster.accelerators:
-        best = 0.0
-        for size in sizes:
-            costs = profile.at(accelerator.type, size)
-            best = max(best, size / float((costs.forward + costs.backward).sum()))
-        rate += best
-    return minibatch / rate
+    fastest: dict[str, float] = {}
+    for name in dict.fromkeys(item.type for item in cluster.accelerators):
+        costs = ((size, profile.at(name, size)) for size in sizes)
+        fastest[name] = max(size / float((own.forward + own.backward).sum()) for size, own in costs)
+    return global_batch / sum(fastest[item.type] for item in cluster.accelerators)
 
 
 def explore(
@@ -78,12 +76,15 @@ def explore(
     *,
     explain: bool = False,
     tuning: Tuning = DEFAULT_TUNING,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Exploration:
     """Find the fastest plan that fits; raises InfeasibleError saying what would help if none does.
 
-    `explain` also records the steps of the paper's exploration.
+    `explain` also records the steps of the paper's exploration. `progress` is told what the search by simulation
+    has found and what it may still gain, and the share of the effort that is spent.
     """
     state = _start(profile, cluster, request or Request(), explain=explain, tuning=tuning)
+    state.progress = progress
     for run in PASSES:
         run(state)
     return _exploration(state)
@@ -91,8 +92,8 @@ def explore(
 
 def _start(profile: Profile, cluster: Cluster, request: Request, *, explain: bool, tuning: Tuning) -> SearchState:
     """The state before the first pass; refuses what the profile or the cluster cannot do."""
-    minibatch = request.minibatch or default_minibatch(profile, cluster, request.microbatch)
-    sizes = microbatch_sizes(profile, cluster, request, minibatch)
+    global_batch = request.global_batch or default_global_batch(profile, cluster, request.microbatch)
+    sizes = microbatch_sizes(profile, cluster, request, global_batch)
     if request.stages is not None and request.stages > len(cluster):
         raise BaPipeError(
             f"{request.stages} stages need as many accelerators, the cluster has {len(cluster)}; lower --stages"
@@ -104,7 +105,7 @@ def _start(profile: Profile, cluster: Cluster, request: Request, *, explain: boo
         profile=profile,
         hardware=Hardware(cluster=cluster, optimizer=optimizer, overlap_all_reduce=overlap),
         request=request,
-        minibatch=minibatch,
+        global_batch=global_batch,
         sizes=tuple(sizes),
         tuning=tuning,
         explain=explain,
@@ -114,22 +115,32 @@ def _start(profile: Profile, cluster: Cluster, request: Request, *, explain: boo
 
 def _exploration(state: SearchState) -> Exploration:
     """What the state holds after the last pass."""
-    best, fastest = state.best, state.fastest_cut
-    minibatch = best.samples if state.paper else state.minibatch
+    best = state.best
+    global_batch = best.samples if state.paper else state.global_batch
     return Exploration(
         request=state.request,
         profile=state.profile,
         hardware=state.hardware,
-        minibatch=minibatch,
+        global_batch=global_batch,
         best=best,
         considered=tuple(state.incumbents.ranked()),
         estimates=state.estimates,
-        lower_bound=lower_bound(state.profile, state.cluster, minibatch),
+        lower_bound=lower_bound(state.profile, state.cluster, global_batch),
         ideal=ideal_seconds(best.candidate.chain, state.cluster),
         steps=best.candidate.steps,
         paper_steps=state.paper_steps,
         evaluated=state.incumbents.count,
-        brute_gap=None if fastest is None else best.time / fastest.time - 1,
+        left_out=_left_out(state),
         outlook=state.outlook,
         tuning=state.tuning,
     )
+
+
+def _left_out(state: SearchState) -> float | None:
+    """How much of the best plan's time the search by simulation could not rule out."""
+    if state.unsearched is None or state.choice is not None:
+        return None
+    least = max(
+        state.unsearched * state.global_batch, lower_bound(state.profile, state.cluster, state.global_batch)
+    )
+    return max(0.0, 1 - least / state.best.time)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from bapipe.costs.profile import Profile
@@ -40,7 +41,7 @@ class SearchState:
     profile: Profile
     hardware: Hardware
     request: Request
-    minibatch: int
+    global_batch: int
     """samples of one optimizer step, all accelerators together"""
     sizes: tuple[int, ...]
     """micro-batch sizes that the profile and the global batch allow"""
@@ -49,6 +50,8 @@ class SearchState:
     """whether the paper's exploration is recorded too"""
     errors: Errors = field(default_factory=Errors)
     """how well times are known"""
+    progress: Callable[[str, float], None] | None = None
+    """is told what the search by simulation has found, and the share of its effort that is spent"""
 
     chains: dict[int, Chain] = field(default_factory=dict)
     """the segments and their costs by micro-batch size, each made once"""
@@ -62,8 +65,9 @@ class SearchState:
     """the plan that loses least by these errors; `weigh_errors` sets it likewise"""
     estimates: tuple[Estimate, ...] = ()
     """alternatives that BaPipe does not run; `estimate_alternatives` sets it"""
-    fastest_cut: Evaluation | None = None
-    """the fastest of all cuts of the best plan's depth; `compare_every_cut` sets it where that is little work"""
+    unsearched: float | None = None
+    """seconds per sample that plans which the search by simulation left out may take at least; infinite where it
+    left out none, None where there was no such search; `search_cuts` sets it"""
     paper_steps: tuple[Step, ...] = ()
     """how the paper's best partition came about; `record_paper_steps` sets it"""
 
@@ -106,7 +110,7 @@ class SearchState:
         chain = self.chain(size)
         return SizeScope(
             chain=chain,
-            microbatches=self.minibatch // size,
+            microbatches=self.global_batch // size,
             request=self.request,
             bound=0.0 if self.paper else self.perfect_time(chain),
         )
@@ -116,7 +120,7 @@ class SearchState:
 
         They split the work perfectly and never communicate.
         """
-        return self.minibatch / chain.microbatch * ideal_seconds(chain, self.cluster, depth)
+        return self.global_batch / chain.microbatch * ideal_seconds(chain, self.cluster, depth)
 
     def consider(self, family: str, candidate: Candidate) -> None:
         """Simulate a candidate unless it was already, and keep it if it is the best of its family."""
@@ -131,7 +135,7 @@ class SearchState:
             profile=self.profile,
             hardware=hardware,
             request=request,
-            minibatch=request.minibatch or self.minibatch,
+            global_batch=request.global_batch or self.global_batch,
             sizes=sizes,
             tuning=self.tuning,
             chains=self.chains if alike else {},

@@ -19,6 +19,18 @@ class Tuning:
     """layers · accelerators up to which the exact strategy tries every micro-batch size, the baselines'
     partitions, replicas under every schedule and PP × DP, and where times are known with an error the partitions
     of scenarios and other orders of accelerator types"""
+    whole_actions: int = 120_000
+    """accelerators · micro-batches up to which a cluster beyond that is also searched as one pipeline, and a part
+    of it as a cluster of its own"""
+    searched_parts: int = 2
+    """sizes of a part of such a cluster that are searched as clusters of their own, the best by an outline; the
+    smallest that fits always is"""
+    near_part: float = 1.1
+    """times the best outline's time up to which they are"""
+    part_sizes: int = 2
+    """micro-batch sizes that they are searched at"""
+    slower_parts: int = 2
+    """sizes of a part in a row that are outlined without being faster than smaller ones"""
     most_types: int = 3
     """accelerator types that the exact partition orders freely; with more, the cluster's own order is kept"""
     memory_retries: int = 5
@@ -104,10 +116,35 @@ class Tuning:
     race_gain: float = 1e-5
     """mean share of the time that one more plan in a race must save"""
 
-    brute_layers: int = 10
-    """layers up to which a plan is compared with every other cut of its depth"""
-    brute_stages: int = 4
-    """stages up to which it is"""
+    race_again_gain: float = 1e-3
+    """share of the fastest raced time that a plan must be predicted to save to be raced in a second round"""
+
+    fewer_ranks: int = 6
+    """accelerators up to which interleaving is tried on fewer of them too"""
+    search_steps: int = 60_000
+    """actions that the search by simulation may time, some hundred plans at once counting as one"""
+    search_more: int = 20
+    """times as much that high effort simulates and lists"""
+    search_starts: int = 3
+    """pipelines near which faster ones are looked for where there are too many to list"""
+    search_gain: float = 2.5e-4
+    """share of the time by which a plan must be faster to be worth weighing"""
+    search_cases: int = 20_000
+    """cuts and orders of accelerators of one micro-batch size that are listed"""
+    shape_cases: int = 5_000
+    """of one shape"""
+    search_orders: int = 5_000
+    """in-flight counts of one shape up to which all are tried"""
+    replica_search_accelerators: int = 6
+    """accelerators up to which every way to replicate stages is listed"""
+    cases_together: int = 2_000
+    """cases that are timed at once"""
+    cases_as_one: int = 400
+    """cases that take as long to time together as one does alone"""
+    bound_steps: int = 4
+    """actions that take as long to time as a stage takes to be bounded"""
+    cases_weighed: int = 64
+    """cases of one shape and order whose memory is weighed, from the fastest on"""
 
 
 DEFAULT_TUNING = Tuning()

@@ -12,6 +12,7 @@ from bapipe.hardware.precision import Precision, find_precision
 from bapipe.io.files import dump_json, read_versioned, write_text
 from bapipe.models.layers import ModelRef
 from bapipe.records.fpga_deployment import Deployment
+from bapipe.records.plan_consistency import require_consistent
 from bapipe.schedule.schedule_file import ScheduleFile
 
 __all__ = [
@@ -158,7 +159,7 @@ class Plan:
     strategy: str
     microbatch_size: int
     microbatches: int
-    minibatch: int
+    global_batch: int
     stages: tuple[PlanStage, ...]
     schedule: ScheduleFile
     prediction: Prediction
@@ -174,6 +175,8 @@ class Plan:
             raise BaPipeError("a plan needs at least one stage; plan again")
         names = {accelerator.name for accelerator in self.cluster.accelerators}
         for index, stage in enumerate(self.stages):
+            if not stage.accelerators:
+                raise BaPipeError(f"stage {index} runs on no accelerator; plan again")
             unknown = [name for name in stage.accelerators if name not in names]
             if unknown:
                 raise BaPipeError(f"stage {index} runs on '{unknown[0]}', which the cluster lacks; plan again")
@@ -200,8 +203,8 @@ class Plan:
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The one reader of plan.json."""
-    return read_versioned(Plan, path, schema=PLAN_SCHEMA)
+    """The one reader of plan.json; one whose parts contradict each other is refused (`require_consistent`)."""
+    return read_versioned(Plan, path, schema=PLAN_SCHEMA, check=require_consistent)
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from bapipe.errors import BaPipeError
+from bapipe.io.amounts import require_amounts
 from bapipe.io.files import dump_json, read_versioned, write_text
 from bapipe.models.layers import ModelRef
 from bapipe.schedule.actions import Action, Kind
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 RUN_SCHEMA = "bapipe.run/1"
+_MOST_RANKS = 10_000
 MemorySource = Literal["allocated", "resident"]
 """allocated: bytes that torch held for tensors on the device, as a plan counts; resident: the whole process"""
 Compared = Literal["whole", "outputs", "microbatches"]
@@ -146,6 +148,8 @@ class RunRecord:
     def __post_init__(self) -> None:
         if not self.steps:
             raise BaPipeError("the run has no steps; run the plan again")
+        if not 1 <= self.world_size <= _MOST_RANKS:
+            raise BaPipeError(f"a run has 1 to {_MOST_RANKS} ranks, got {self.world_size}; run the plan again")
         if self.recorded_step not in {step.step for step in self.steps}:
             raise BaPipeError(f"the run records step {self.recorded_step}, which it has not run; run again")
         for event in self.events:
@@ -153,6 +157,12 @@ class RunRecord:
                 raise BaPipeError(
                     f"event {event.action} on rank {event.rank} from {event.start:g} to {event.end:g} s "
                     f"cannot be of {self.world_size} ranks; run the plan again"
+                )
+        for transfer in self.transfers or ():
+            if not 0 <= transfer.to_rank < self.world_size:
+                raise BaPipeError(
+                    f"a transfer of {transfer.action[:40]} goes to rank {transfer.to_rank}, and there are ranks "
+                    f"0 to {self.world_size - 1}; run the plan again"
                 )
         for name, values in (
             ("peak_memory", self.peak_memory),
@@ -166,8 +176,30 @@ class RunRecord:
 
 
 def read_run(path: str | Path) -> RunRecord:
-    """The one reader of run.json."""
-    return read_versioned(RunRecord, path, schema=RUN_SCHEMA)
+    """The one reader of run.json; one whose parts contradict each other is refused."""
+    return read_versioned(RunRecord, path, schema=RUN_SCHEMA, check=_require_consistent)
+
+
+def _require_consistent(record: RunRecord) -> None:
+    """Amounts are not negative, and what was recorded are actions, and transfers of them, of one global batch."""
+    todo = "run the plan again"
+    require_amounts(record, where="the run", todo=todo)
+    require_amounts(record.environment, where="environment", todo=todo)
+    for step in record.steps:
+        require_amounts(step, where=f"step {step.step}", todo=todo, signed=("loss",))
+    if record.check is not None:
+        require_amounts(record.check, where="check", todo=todo)
+    actions = {event.action: Action.parse(event.action) for event in record.events}
+    stages = 1 + max((action.stage for action in actions.values()), default=0)
+    microbatches = 1 + max((action.microbatch or 0 for action in actions.values()), default=0)
+    if stages * microbatches > len(actions) + _MOST_RANKS:
+        raise BaPipeError(
+            f"{stages} stages with {microbatches} micro-batches need at least {2 * stages * microbatches} events, "
+            f"got {len(record.events)}; {todo}"
+        )
+    unknown = next((item.action for item in record.transfers or () if item.action not in actions), None)
+    if unknown is not None and record.events:
+        raise BaPipeError(f"there is a transfer of {unknown[:40]}, which is not among the events; {todo}")
 
 
 def write_run(record: RunRecord, path: str | Path) -> None:

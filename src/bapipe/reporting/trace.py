@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.errors import BaPipeError
 from bapipe.reporting.drawing.action_styles import LOOKS
 from bapipe.reporting.drawing.labels import action_name
 from bapipe.reporting.drawing.rows import consumers, rows_of
@@ -21,6 +22,7 @@ from bapipe.simulator.timeline import Timeline
 __all__ = ["trace_events", "trace_json"]
 
 Event = dict[str, Any]
+_LONGEST = 9e9
 _FLOWS_PER_PROCESS = 2**32
 """keeps the ids of different timelines' transfers apart, within the integers that JavaScript holds exactly"""
 
@@ -30,8 +32,13 @@ def trace_events(timeline: Timeline, *, name: str = "predicted", process: int = 
 
     `process` counts the timelines that share a file; its pid is one more, since Perfetto takes 0 for the idle
     process. Every action is one complete event in microseconds, rounded to nanoseconds so that actions which
-    touch never overlap; every transfer is a flow from the action that made it to the one that needs it.
+    touch never overlap; every transfer is a flow from the action that made it to the one that needs it. A timeline
+    of more than 285 years is refused: it has more nanoseconds than 64 bits count.
     """
+    if timeline.makespan > _LONGEST:
+        raise BaPipeError(
+            f"a trace lasts {_LONGEST:g} s at most, this one {timeline.makespan:g} s; leave --trace out"
+        )
     pid = process + 1
     events: list[Event] = [
         _named("process_name", pid, 0, name=name),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bapipe.costs.segments import Chain
 from bapipe.planner import Exploration, Request, explore
-from bapipe.planner.data_parallel import at_minibatch, data_parallel_candidate
+from bapipe.planner.data_parallel import at_global_batch, data_parallel_candidate
 from bapipe.planner.evaluate import Evaluation, Hardware, evaluate
 from bapipe.planner.pipelines import FAMILIES, build
 from bapipe.reproduce.calibration import (
@@ -56,7 +56,7 @@ def _accumulated(run: PaperRun, part: PipelineRun, hardware: Hardware) -> float:
     """Samples/s of data parallelism that steps as rarely as the pipeline, at its B or the next that divides."""
     sizes = [size for size in sorted(SIZES, reverse=True) if size <= part.size]
     for size in sizes:
-        candidate = at_minibatch(model_chain(run.model, size), hardware, part.microbatches * part.size)
+        candidate = at_global_batch(model_chain(run.model, size), hardware, part.microbatches * part.size)
         if candidate is not None:
             return evaluate(candidate, hardware).throughput
     raise AssertionError(f"{run.row}: no micro-batch divides {part.microbatches * part.size}")
@@ -216,8 +216,8 @@ def _vgg_remarks(cells: tuple[Cell, ...]) -> tuple[str, ...]:
 def _planned(run: PaperRun, hardware: Hardware, strategy: str) -> Exploration:
     """`bapipe plan --space paper` with the M and B of BaPipe's cell; M = 8N at B = 64 where it has none."""
     size = 64 if run.bapipe is None else run.bapipe.size
-    minibatch = size * (8 * run.accelerators if run.bapipe is None else run.bapipe.microbatches)
-    request = Request(minibatch=minibatch, microbatch=size, strategy=strategy, space="paper")
+    global_batch = size * (8 * run.accelerators if run.bapipe is None else run.bapipe.microbatches)
+    request = Request(global_batch=global_batch, microbatch=size, strategy=strategy, space="paper")
     return explore(model_profile(run.model), hardware.cluster, request)
 
 

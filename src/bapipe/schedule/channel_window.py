@@ -1,9 +1,10 @@
 """Whether an order runs to its end on channels that hold a bounded number of messages.
 
 The runtime posts `AHEAD` receives on every channel and one more for each message taken. A message is delivered
-when its receive is posted. Of messages that nobody answers (gradients, and everything in an evaluation) a rank has
-at most `WINDOW` under way, and then waits for the oldest to be delivered; an activation in training is answered by
-its gradient and waits for nothing. So a rank that sends much before its peer takes anything may stop:
+when its receive is posted. Of messages that nobody answers (gradients, activations over a boundary that no
+gradient comes back over, and everything in an evaluation) a rank has at most `WINDOW` under way, and then waits
+for the oldest to be delivered; other activations in training are answered by their gradient and wait for nothing.
+So a rank that sends much before its peer takes anything may stop:
 
     rank 0   0F0 … 0F6 2F0 … 2F6 2B0 … 2B6 0B0 … 0B6
     rank 1   1F0 … 1F6 3F0 … 3F6 3B0 … 3B5 1B0 … 1B5 3B6 1B6
@@ -14,11 +15,12 @@ Rank 1 stops when it sends the gradient of 1B5: rank 0 takes none of them before
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from bapipe.schedule.actions import Action, Kind, Schedule
 
-__all__ = ["AHEAD", "WINDOW", "evaluation_order", "stops_at"]
+__all__ = ["AHEAD", "WINDOW", "ChannelBounds", "evaluation_order", "stops_at"]
 
 AHEAD = 2
 """receives posted before they are needed"""
@@ -30,10 +32,21 @@ _Channel = tuple[int, bool, int, int]
 _BACKWARD = (Kind.B, Kind.I)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelBounds:
+    """How many messages a channel holds; by default as in the runtime."""
+
+    ahead: int = AHEAD
+    """receives posted before they are needed, at least 1"""
+    window: int = WINDOW
+    """messages without an answer that may be under way"""
+
+
 class _BoundedChannel:
     """One channel: what was sent, in order, and how many of them were taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: ChannelBounds) -> None:
+        self._bounds = bounds
         self.places: dict[int, int] = {}
         """micro-batch -> its place among the messages"""
         self.taken = 0
@@ -48,16 +61,26 @@ class _BoundedChannel:
     def blocks(self) -> bool:
         """Whether the sender of the last one still waits: more than the window are under way, and the oldest of
         them has no receive posted."""
-        return len(self.places) - WINDOW > self.taken + AHEAD
+        return len(self.places) - self._bounds.window > self.taken + self._bounds.ahead
 
 
 class _OrderRun:
     """Every rank's actions, as far as they get."""
 
-    def __init__(self, schedule: Schedule, orders: Mapping[int, Sequence[Action]], *, training: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        orders: Mapping[int, Sequence[Action]],
+        *,
+        training: bool,
+        bounds: ChannelBounds,
+        unanswered: Collection[int] = (),
+    ) -> None:
         self._schedule = schedule
         self._orders = orders
         self._training = training
+        self._bounds = bounds
+        self._unanswered = frozenset(unanswered)
         self._channels: dict[_Channel, _BoundedChannel] = {}
         self._handed: set[tuple[int, bool, int]] = set()
         """results for another stage of the same rank"""
@@ -110,7 +133,7 @@ class _OrderRun:
         assert action.microbatch is not None
         if peer == rank:
             return (boundary, onward, action.microbatch) in self._handed
-        channel = self._channels.setdefault((boundary, onward, peer, rank), _BoundedChannel())
+        channel = self._channels.setdefault((boundary, onward, peer, rank), _BoundedChannel(self._bounds))
         before = channel.taken
         there = channel.take(action.microbatch)
         if channel.taken > before:
@@ -126,10 +149,10 @@ class _OrderRun:
         if peer == rank:
             self._handed.add((boundary, onward, action.microbatch))
             return
-        channel = self._channels.setdefault((boundary, onward, rank, peer), _BoundedChannel())
+        channel = self._channels.setdefault((boundary, onward, rank, peer), _BoundedChannel(self._bounds))
         channel.places[action.microbatch] = len(channel.places)
         touched.add(peer)
-        if not (self._training and onward):
+        if not (self._training and onward and boundary not in self._unanswered):
             self._waits[rank] = channel
 
     def _neighbour(self, action: Action, way: int) -> tuple[int, bool, int] | None:
@@ -139,9 +162,10 @@ class _OrderRun:
         onward = action.kind == Kind.F
         step = way if onward else -way
         other = action.stage + step
-        if not 0 <= other < self._schedule.num_stages:
+        boundary = min(action.stage, other)
+        if not 0 <= other < self._schedule.num_stages or (not onward and boundary in self._unanswered):
             return None
-        return min(action.stage, other), onward, self._schedule.rank_of(other, action.microbatch)
+        return boundary, onward, self._schedule.rank_of(other, action.microbatch)
 
 
 def _orders(schedule: Schedule, kinds: Iterable[Kind]) -> dict[int, list[Action]]:
@@ -153,23 +177,34 @@ def _orders(schedule: Schedule, kinds: Iterable[Kind]) -> dict[int, list[Action]
     return found
 
 
-def stops_at(schedule: Schedule) -> dict[int, Action]:
+def stops_at(
+    schedule: Schedule, *, bounds: ChannelBounds | None = None, unanswered: Collection[int] = ()
+) -> dict[int, Action]:
     """The actions at which ranks would stop for ever in training; empty where all get to their end.
 
-    For orders of one computing lane per rank that are right otherwise (`validate.check`).
+    For orders of one computing lane per rank that are right otherwise (`validate.check`). `unanswered` are the
+    boundaries over which no gradient comes back, such as behind a frozen stage: activations there are bounded,
+    too. Linear in the actions.
     """
-    run = _OrderRun(schedule, _orders(schedule, (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)), training=True)
+    kinds = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+    run = _OrderRun(
+        schedule,
+        _orders(schedule, kinds),
+        training=True,
+        bounds=bounds or ChannelBounds(),
+        unanswered=unanswered,
+    )
     run.to_the_end()
     return run.stuck()
 
 
-def evaluation_order(schedule: Schedule) -> dict[int, list[Action]]:
+def evaluation_order(schedule: Schedule, *, bounds: ChannelBounds | None = None) -> dict[int, list[Action]]:
     """In which order each rank runs its forwards in an evaluation, where nothing is answered.
 
     As in training where that gets to its end; else one micro-batch after the other, which always does.
     """
     orders = _orders(schedule, (Kind.F,))
-    if _OrderRun(schedule, orders, training=False).to_the_end():
+    if _OrderRun(schedule, orders, training=False, bounds=bounds or ChannelBounds()).to_the_end():
         return orders
     return {
         rank: sorted(order, key=lambda action: (action.microbatch or 0, action.stage))

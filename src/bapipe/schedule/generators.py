@@ -241,18 +241,19 @@ def with_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> S
     return made
 
 
-def with_update(schedule: Schedule) -> Schedule:
+def with_update(schedule: Schedule, *, replicas: int = 1) -> Schedule:
     """Append each stage's all-reduce A (on a lane of its own, where there are replicas) and optimizer step U.
 
-    The schedule remembers what comes of it, because a schedule is often timed under many costs.
+    `replicas` says how often the whole schedule will be there (`replicated_pipelines`): with several, all stages
+    have an all-reduce. The schedule remembers what comes of it, because it is often timed under many costs.
     """
-    known: Schedule | None = vars(schedule).get("_updating")
-    if known is not None:
-        return known
+    known: tuple[bool, Schedule] | None = vars(schedule).get("_updating")
+    if known is not None and known[0] == (replicas > 1):
+        return known[1]
     lanes = list(schedule.lanes)
     for rank in range(schedule.num_ranks):
         own = schedule.stages_of(rank)
-        reduced = [stage for stage in reversed(own) if len(schedule.placement[stage]) > 1]
+        reduced = [stage for stage in reversed(own) if replicas * len(schedule.placement[stage]) > 1]
         if reduced:
             kinds = np.full(len(reduced), int(Kind.A), dtype=np.int64)
             none = np.full(len(reduced), -1, dtype=np.int64)
@@ -267,7 +268,7 @@ def with_update(schedule: Schedule) -> Schedule:
             lane.name,
         )
     made = _replace(schedule, lanes=tuple(lanes))
-    vars(schedule)["_updating"] = made
+    vars(schedule)["_updating"] = (replicas > 1, made)
     return made
 
 

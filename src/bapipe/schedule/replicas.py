@@ -15,16 +15,17 @@ import numpy as np
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Lane, Schedule
 
-__all__ = ["replicated", "replicated_pipelines"]
+__all__ = ["first_replica", "replicated", "replicated_pipelines"]
 
 
 def replicated_pipelines(pipelines: Sequence[Schedule]) -> Schedule:
     """As many replicas of a pipeline, each on ranks of its own; micro-batches are dealt to them in turn.
 
-    The first ones have a micro-batch more where these do not go round. Stage i is on the ranks i·r to i·r + r − 1.
+    The first ones have a micro-batch more where these do not go round. What is on rank i of a pipeline is on the
+    ranks i·r to i·r + r − 1; a stage that has replicas of its own then has r times as many.
     """
     first, count = pipelines[0], len(pipelines)
-    if any(len(ranks) > 1 for ranks in first.placement) or first.num_ranks < first.num_stages:
+    if first.num_ranks < first.num_stages:
         raise BaPipeError(
             f"only pipelines of one stage per rank are replicated, and {first.name} has another shape"
         )
@@ -34,25 +35,42 @@ def replicated_pipelines(pipelines: Sequence[Schedule]) -> Schedule:
         (item.name, item.placement) != (first.name, first.placement) for item in pipelines
     ):
         raise BaPipeError("replicas of a pipeline are of one name and shape, with micro-batches dealt in turn")
-    lanes = [
-        Lane(
-            lane.rank * count + replica,
-            lane.kinds,
-            lane.stages,
-            np.where(lane.microbatches < 0, -1, lane.microbatches * count + replica),
-            lane.name,
-        )
-        for replica, item in enumerate(pipelines)
-        for lane in item.lanes
-    ]
+    lanes = [_dealt(lane, count, replica) for replica, item in enumerate(pipelines) for lane in item.lanes]
     caps = [max(held) * count for held in zip(*(item.caps or () for item in pipelines), strict=True)]
     return replace(
         first,
         num_microbatches=total,
-        placement=tuple(tuple(range(rank * count, (rank + 1) * count)) for (rank,) in first.placement),
+        placement=_placed(first, count),
         lanes=tuple(sorted(lanes, key=lambda lane: lane.rank)),
         caps=tuple(caps) or None,
     )
+
+
+def first_replica(pipeline: Schedule, count: int) -> Schedule:
+    """What `replicated_pipelines` makes of so many alike, but only the lanes of the first.
+
+    The others have the same actions on the next ranks, with the next micro-batches.
+    """
+    return replace(
+        pipeline,
+        num_microbatches=count * pipeline.num_microbatches,
+        placement=_placed(pipeline, count),
+        lanes=tuple(_dealt(lane, count, 0) for lane in pipeline.lanes),
+        caps=None if pipeline.caps is None else tuple(cap * count for cap in pipeline.caps),
+    )
+
+
+def _placed(pipeline: Schedule, count: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage, of all replicas."""
+    return tuple(
+        tuple(rank * count + replica for rank in ranks for replica in range(count)) for ranks in pipeline.placement
+    )
+
+
+def _dealt(lane: Lane, count: int, replica: int) -> Lane:
+    """A lane of one of so many replicas, on its rank and with its micro-batches."""
+    microbatches = np.where(lane.microbatches < 0, -1, lane.microbatches * count + replica)
+    return Lane(lane.rank * count + replica, lane.kinds, lane.stages, microbatches, lane.name)
 
 
 def replicated(

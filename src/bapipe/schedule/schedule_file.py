@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from bapipe.errors import FileFormatError, ScheduleError
 from bapipe.io.files import dump_json, read_text, read_versioned, write_text
 from bapipe.schedule.actions import Action, Concurrency, Kind, Lane, Schedule, Sending
+from bapipe.schedule.replicas import first_replica
 
 __all__ = [
     "SCHEDULE_SCHEMA",
@@ -51,10 +54,16 @@ class ScheduleFile:
     concurrency: Concurrency = "none"
     weight_versions: tuple[int, ...] | None = None
     flushes: bool = True
+    copies: int = 1
+    """replicas of the pipeline whose lanes are listed: a lane stands for so many, of which the k-th, from 0, has
+    its rank and its micro-batches plus k; placement, caps and microbatches are those of all"""
     lanes: tuple[LaneFile, ...]
 
     @classmethod
-    def of(cls, schedule: Schedule) -> ScheduleFile:
+    def of(cls, schedule: Schedule, *, copies: int = 1) -> ScheduleFile:
+        """`copies` are replicas of the whole (`bapipe.schedule.replicas`), written as one."""
+        if copies > 1:
+            return _of_copies(schedule, copies)
         return cls(
             name=schedule.name,
             stages=schedule.num_stages,
@@ -81,7 +90,9 @@ class ScheduleFile:
                 shown = str(value)[:20]
                 raise ScheduleError(f"{what} must lie between 1 and {most}, got {shown}; correct the schedule")
         # What lacks a few actions is for the checker; what lacks almost all would only keep it busy.
-        present = sum(len(lane.actions) for lane in self.lanes)
+        if not 1 <= self.copies <= _MOST_STAGES:
+            raise ScheduleError(f"copies must lie between 1 and {_MOST_STAGES}, got {self.copies}; correct it")
+        present = self.copies * sum(len(lane.actions) for lane in self.lanes)
         if self.stages * self.microbatches > present + 10_000:
             raise ScheduleError(
                 f"{self.stages} stages with {self.microbatches} micro-batches need at least "
@@ -99,30 +110,45 @@ class ScheduleFile:
             raise ScheduleError(f"at most {_MOST_STAGES} ranks are possible, got {len(ranks)}; correct placement")
         if min(ranks) < 0 or ranks != set(range(len(ranks))):
             raise ScheduleError(f"ranks must be 0 to {len(ranks) - 1} without a gap, got {sorted(ranks)[:8]}")
-        lanes = []
+        lanes, more = [], self.copies - 1
         for lane in self.lanes:
-            if lane.rank not in ranks:
+            if lane.rank not in ranks or lane.rank + more not in ranks:
                 raise ScheduleError(f"a lane belongs to rank {lane.rank}, which has no stage; correct its rank")
             actions = [Action.parse(text) for text in lane.actions]
             for action in actions:
-                if action.stage >= self.stages or (action.microbatch or 0) >= self.microbatches:
+                if action.stage >= self.stages or (action.microbatch or 0) + more >= self.microbatches:
                     raise ScheduleError(
                         f"rank {lane.rank}: {action} is outside {self.stages} stages and "
                         f"{self.microbatches} micro-batches; correct the action or the sizes"
                     )
-            lanes.append(Lane.of(lane.rank, actions, name=lane.name))
+            lanes += _copied(Lane.of(lane.rank, actions, name=lane.name), self.copies)
         return Schedule(
             name=self.name,
             num_stages=self.stages,
             num_microbatches=self.microbatches,
             placement=self.placement,
-            lanes=tuple(lanes),
+            lanes=tuple(lanes) if self.copies == 1 else tuple(sorted(lanes, key=lambda lane: lane.rank)),
             caps=self.caps,
             sending=self.sending,
             concurrency=self.concurrency,
             weight_versions=self.weight_versions,
             flushes=self.flushes,
         )
+
+
+def _of_copies(schedule: Schedule, copies: int) -> ScheduleFile:
+    """So many replicas of a pipeline, by the lanes of the first."""
+    return replace(ScheduleFile.of(first_replica(schedule, copies)), copies=copies)
+
+
+def _copied(lane: Lane, copies: int) -> list[Lane]:
+    """The lane of every copy; they share what is alike."""
+    none = lane.microbatches < 0
+    others = [
+        replace(lane, rank=lane.rank + copy, microbatches=np.where(none, -1, lane.microbatches + copy))
+        for copy in range(1, copies)
+    ]
+    return [lane, *others]
 
 
 def read_schedule(path: str | Path) -> Schedule:

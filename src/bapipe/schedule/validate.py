@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,12 +33,15 @@ class ScheduleProblem:
     deadlock: bool = False
 
 
-def check(schedule: Schedule, *, sends: Sends = "preposted") -> list[ScheduleProblem]:
+def check(
+    schedule: Schedule, *, sends: Sends = "preposted", unanswered: Collection[int] = ()
+) -> list[ScheduleProblem]:
     """What is wrong with a schedule, up to 100 problems; an empty list means it is right. Linear in its actions.
 
     sends="preposted": receives are posted ahead and sends never block.
     sends="windowed": a bounded number of receives and of messages under way, as in BaPipe's own runtime
-    (`channel_window`); for orders of one computing lane per rank.
+    (`channel_window`); for orders of one computing lane per rank. `unanswered` are the boundaries over which no
+    gradient comes back, which only the captured model tells.
     sends="rendezvous": a send blocks until the receiver asks; a send and the next receive from the same neighbour
     go together (as in Megatron). Orders that run ahead, such as interleaved ones, need preposted receives.
     """
@@ -47,13 +51,13 @@ def check(schedule: Schedule, *, sends: Sends = "preposted") -> list[SchedulePro
     if not problems:
         problems = _check_deadlock(schedule, sends)
     if not problems and sends == "windowed":
-        problems = _check_window(schedule)
+        problems = _check_window(schedule, unanswered)
     return problems
 
 
-def require_valid(schedule: Schedule, *, sends: Sends = "preposted") -> None:
+def require_valid(schedule: Schedule, *, sends: Sends = "preposted", unanswered: Collection[int] = ()) -> None:
     """Raise ScheduleError (DeadlockError) naming rank and action, with the table around the offending cell."""
-    problems = check(schedule, sends=sends)
+    problems = check(schedule, sends=sends, unanswered=unanswered)
     if problems:
         first = problems[0]
         others = f"{len(problems) - 1}{' or' if len(problems) == _ENOUGH else ''} more"
@@ -226,8 +230,9 @@ def _check_deadlock(schedule: Schedule, sends: Sends) -> list[ScheduleProblem]:
     return problems
 
 
-def _check_window(schedule: Schedule) -> list[ScheduleProblem]:
-    stuck = stops_at(schedule)
+def _check_window(schedule: Schedule, unanswered: Collection[int]) -> list[ScheduleProblem]:
+    stuck = stops_at(schedule, unanswered=unanswered)
+    what = "gradients, or activations without a gradient," if unanswered else "gradients"
     waits = ", ".join(f"rank {rank} at {action}" for rank, action in list(stuck.items())[:4])
     problems = []
     for rank, action in stuck.items():
@@ -237,8 +242,8 @@ def _check_window(schedule: Schedule) -> list[ScheduleProblem]:
             if lane.rank == rank and action in lane
         )
         message = (
-            f"rank {rank}: {action} waits for ever (deadlock: at most {WINDOW} gradients may be under way that "
-            f"nobody asks for; waiting: {waits}{' …' if len(stuck) > 4 else ''}); run the backwards that take "
+            f"rank {rank}: {action} waits for ever (deadlock: at most {WINDOW} {what} may be under way that "
+            f"nobody asks for; waiting: {waits}{' …' if len(stuck) > 4 else ''}); run the actions that take "
             "them earlier"
         )
         problems.append(ScheduleProblem(rank=rank, lane=index, position=position, message=message, deadlock=True))

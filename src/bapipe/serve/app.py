@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -32,7 +33,7 @@ from bapipe.serve.answers import Answer, Answers
 from bapipe.serve.guard import Guard
 from bapipe.serve.own_files import list_folder
 from bapipe.serve.process_pool import BusyError, SlowError, Workers
-from bapipe.serve.question import LARGEST_MINIBATCH, MOST_ACCELERATORS, Question, parse_question
+from bapipe.serve.question import LARGEST_GLOBAL_BATCH, MOST_ACCELERATORS, Question, parse_question
 
 __all__ = ["DOWNLOADS", "ServeSettings", "make_app"]
 
@@ -42,6 +43,8 @@ DOWNLOADS = {
     "command.sh": "text/x-shellscript",
     "report.html": "text/html",
 }
+_LEFT = 499
+"""status of an answer that nobody reads, as nginx logs it"""
 _SCRIPT, _STYLE = "text/javascript", "text/css"
 
 
@@ -151,7 +154,7 @@ async def _choices(request: Request) -> Response:
             "optimizers": list(OPTIMIZERS),
             "precisions": list(PRECISIONS),
             "most_accelerators": MOST_ACCELERATORS,
-            "largest_minibatch": LARGEST_MINIBATCH,
+            "largest_global_batch": LARGEST_GLOBAL_BATCH,
         }
     )
 
@@ -177,13 +180,32 @@ async def _answered(request: Request, *, draft: bool = False) -> Answer:
     """The answer, or what went wrong in one line."""
     answers: Answers = request.app.state.answers
     try:
-        return await answers.get(await _question(request), draft=draft)
+        question = await _question(request)
+        return await _while_connected(request, answers.get(question, draft=draft))
     except BusyError as error:
         return Answer(parts={}, error=str(error), status=503)
     except SlowError as error:
         return Answer(parts={}, error=str(error), status=422)
     except BaPipeError as error:
         return Answer(parts={}, error=" ".join(str(error).split()), status=422)
+
+
+async def _while_connected(request: Request, asking: Coroutine[Any, Any, Answer]) -> Answer:
+    """What is asked for, cancelled when the client has left: nobody would read it."""
+    asked, left = asyncio.create_task(asking), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait({asked, left}, return_when=asyncio.FIRST_COMPLETED)
+        return asked.result() if asked.done() else Answer(parts={}, error="the client has left", status=_LEFT)
+    finally:
+        for task in (asked, left):
+            task.cancel()
+        await asyncio.gather(asked, left, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _plan(request: Request) -> Response:

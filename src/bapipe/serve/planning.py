@@ -168,7 +168,7 @@ def _figures(plan: Plan) -> list[dict[str, Any]]:
         ("way", "way", f"{plan.kind}, {plan.schedule.name}"),
         ("stages", "stages", "-".join(str(len(stage.accelerators)) for stage in plan.stages)[:_NAMES]),
         ("batches", "micro-batches", f"{plan.microbatches} of {plan.microbatch_size}"),
-        ("minibatch", "global batch", counted(plan.minibatch, "sample")),
+        ("global_batch", "global batch", counted(plan.global_batch, "sample")),
     ]
     return [
         *({"key": key, "name": name, "words": text} for key, name, text in words),

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,12 @@ class Workers:
         for process in self._all:
             await process.end()
 
-    async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the next free process. Raises BusyError, or SlowError after the limit."""
+    async def ask(self, job: dict[str, Any], *, begin: Callable[[], None] | None = None) -> dict[str, Any]:
+        """The answer of the next free process. Raises BusyError, or SlowError after the limit.
+
+        `begin` is called when a process takes the question. Cancelled, it leaves the queue, or ends the process
+        that works on it and starts another.
+        """
         if self._waiting >= self._most:
             raise BusyError(f"{self._most} questions wait already; ask again in a moment")
         self._waiting += 1
@@ -66,6 +71,8 @@ class Workers:
             self._waiting -= 1
         done = False
         try:
+            if begin is not None:
+                begin()
             async with asyncio.timeout(self._seconds):
                 found = await process.ask(job)
             done = True

@@ -16,7 +16,7 @@ from bapipe.planner import Request
 from bapipe.units import parse_bandwidth, parse_bytes
 
 __all__ = [
-    "LARGEST_MINIBATCH",
+    "LARGEST_GLOBAL_BATCH",
     "LONGEST_TEXT",
     "MOST_ACCELERATORS",
     "MOST_MICROBATCHES",
@@ -28,16 +28,16 @@ __all__ = [
 
 MOST_ACCELERATORS = 512
 MOST_MICROBATCHES = 4096
-LARGEST_MINIBATCH = 65_536
+LARGEST_GLOBAL_BATCH = 65_536
 LONGEST_TEXT = 200
 """limits so that one question cannot occupy the machine; `bapipe plan` has none of them"""
 _COUNTS = {
-    "minibatch": LARGEST_MINIBATCH,
-    "microbatch": LARGEST_MINIBATCH,
-    "cap": LARGEST_MINIBATCH,
+    "global_batch": LARGEST_GLOBAL_BATCH,
+    "microbatch": LARGEST_GLOBAL_BATCH,
+    "cap": LARGEST_GLOBAL_BATCH,
     "stages": MOST_ACCELERATORS,
 }
-_OLD_KNOBS = {"dtype": "precision"}
+_OLD_KNOBS = {"dtype": "precision", "minibatch": "global_batch"}
 """what a knob was called before -> its name; links that were shared keep working"""
 _TRUE, _FALSE = ("1", "true"), ("", "0", "false")
 
@@ -50,7 +50,7 @@ class Question:
     """a built-in name, or a file of the served folder"""
     cluster: str
     """a shorthand such as 4xv100, or a file of the served folder"""
-    minibatch: int | None = None
+    global_batch: int | None = None
     microbatch: int | None = None
     schedule: str | None = None
     cap: int | None = None
@@ -156,8 +156,8 @@ def _check(question: Question) -> None:
         text = cast(str | None, getattr(question, name))
         if text is not None and not 0 < parse(text, what=name) < 1e18:
             raise BaPipeError(f"{name} must be more than 0 and under 10¹⁸ bytes, got '{text}'")
-    if question.minibatch and question.microbatch:
-        count = question.minibatch // question.microbatch
+    if question.global_batch and question.microbatch:
+        count = question.global_batch // question.microbatch
         if count > MOST_MICROBATCHES:
             raise BaPipeError(
                 f"a page plans at most {MOST_MICROBATCHES} micro-batches, got {count}; raise the micro-batch "
@@ -179,7 +179,7 @@ def command_line(question: Question) -> str:
     """The command that makes the same plan.json, to be run in the served folder."""
     options = {
         "--cluster": question.cluster,
-        "--global-batch": question.minibatch,
+        "--global-batch": question.global_batch,
         "--micro-batch": question.microbatch,
         "--schedule": question.schedule,
         "--in-flight": question.cap,

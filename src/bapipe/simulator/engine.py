@@ -21,10 +21,20 @@ __all__ = ["NUMBA_FROM", "Engine", "TaskGraph", "TaskTimes", "numba_available", 
 
 Engine = Literal["auto", "numba", "python"]
 NUMBA_FROM = 100_000
-"""tasks from which loading numba (about half a second) pays for itself"""
+"""tasks, of one call or of all calls of the process, from which loading numba (about half a second) pays"""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Interpreted:
+    """Tasks that plain Python has timed in this process; the results do not depend on it."""
+
+    tasks: int = 0
+
+
+_INTERPRETED = _Interpreted()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,15 +261,15 @@ def time_tasks(
         np.zeros(lanes + 1),
         np.zeros(lanes + 1, np.int64),
     ]
-    wants_numba = engine == "numba" or (
-        engine == "auto" and (tasks >= NUMBA_FROM or "numba" in sys.modules) and numba_available()
-    )
+    many = tasks + _INTERPRETED.tasks >= NUMBA_FROM or "numba" in sys.modules
+    wants_numba = engine == "numba" or (engine == "auto" and many and numba_available())
     if wants_numba:
         done = _compiled()(*arguments)
     else:
         # Plain lists: indexing a numpy array element by element is several times slower.
         lists = [item.tolist() if isinstance(item, np.ndarray) else item for item in arguments]
         done = _kernel(*lists)
+        _INTERPRETED.tasks += tasks
         for array, values in zip((start, end, sent, arrival), lists[14:18], strict=True):
             array[:] = values
     return TaskTimes(start=start, end=end, sent=sent, arrival=arrival, done=done)

@@ -6,7 +6,8 @@ task is timed for all scenarios in one step. The arithmetic is that of `bapipe.s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from bapipe.schedule.actions import Kind, Schedule
 from bapipe.simulator.lowering import Lowered, Network, lower
 from bapipe.simulator.simulate import Costs, simulate
 
-__all__ = ["scenario_times"]
+__all__ = ["ManyCosts", "many_times", "scenario_times"]
 
 Floats = NDArray[np.float64]
 _KINDS = {
@@ -28,6 +29,40 @@ _KINDS = {
     Kind.A: "all_reduce",
     Kind.U: "update",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ManyCosts:
+    """What actions and transfers take in each of many cases of one schedule."""
+
+    seconds: Mapping[int, Floats]
+    """by kind of action, [stage, case]"""
+    send_forward: Floats
+    """[boundary, case] what crosses from stage i to i+1"""
+    send_backward: Floats
+    rate: Floats
+    """[from rank, to rank, case] seconds per unit of what crosses"""
+    latency: Floats
+    """[from rank, to rank, case] seconds"""
+
+
+def many_times(schedule: Schedule, network: Network, costs: ManyCosts) -> Floats | None:
+    """Seconds of the global batch in each case; None where links are shared, so that each must be simulated alone.
+
+    `network` connects the ranks in one of the cases; the others differ from it in rates and latencies alone. Cost:
+    linear in the actions, and nearly independent of the cases up to some hundred.
+    """
+    lowered = lower(schedule, network)
+    if lowered.graph.contended:
+        return None
+    occupy, latency = [], []
+    for channel in lowered.channels:
+        amounts = costs.send_forward if channel.onward else costs.send_backward
+        ends = channel.from_rank, channel.to_rank
+        occupy.append(amounts[channel.boundary] * costs.rate[ends])
+        latency.append(costs.latency[ends])
+    cut_through = (network.sending or schedule.sending) == "cut-through"
+    return _together(lowered, costs.seconds, occupy, latency, cut_through=cut_through)
 
 
 def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequence[Network]) -> Floats:
@@ -45,18 +80,27 @@ def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequenc
         lowered = lower(schedule, first)
         if not lowered.graph.contended:
             cut_through = (first.sending or schedule.sending) == "cut-through"
-            return _together(lowered, costs, networks, cut_through=cut_through)
+            duration = {
+                int(kind): np.array([getattr(own, name) for own in costs]).T for kind, name in _KINDS.items()
+            }
+            return _together(lowered, duration, *_channels(lowered, costs, networks), cut_through=cut_through)
     both = zip(costs, networks, strict=True)
     return np.array([simulate(schedule, own, network).time for own, network in both])
 
 
 def _together(
-    lowered: Lowered, costs: Sequence[Costs], networks: Sequence[Network], *, cut_through: bool
+    lowered: Lowered,
+    duration: Mapping[int, Floats],
+    occupy: Sequence[Floats],
+    latency: Sequence[Floats],
+    *,
+    cut_through: bool,
 ) -> Floats:
-    """All scenarios, task by task: each lane runs as far as its inputs are there."""
+    """All scenarios, task by task: each lane runs as far as its inputs are there.
+
+    `duration` is by kind of action, [stage, scenario]; `occupy` and `latency` are by channel.
+    """
     graph = lowered.graph
-    duration = {int(kind): np.array([getattr(own, name) for own in costs]).T for kind, name in _KINDS.items()}
-    occupy, latency = _channels(lowered, costs, networks)
     lane_start, lane_of, send_to, channel, channel_link, edge_start, edge_to = (
         array.tolist()
         for array in (
@@ -73,7 +117,7 @@ def _together(
     missing = np.zeros(len(kinds) + 1, np.int64)
     missing[graph.send_to] = 1  # the -1 of a task that sends nothing falls on the extra last entry
     waiting = (missing + np.bincount(graph.edge_to, minlength=len(kinds) + 1)).tolist()
-    start = np.zeros(len(costs))
+    start = np.zeros(next(iter(duration.values())).shape[1])
     ready: list[Floats | None] = [None] * len(kinds)
     at, ends = lane_start[:-1], [start] * (len(lane_start) - 1)
     free: list[Floats] = [start] * len(channel_link)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from bapipe.torch.health.failure import (
     write_failure,
     write_finished,
 )
+from bapipe.torch.health.rank_end import RankEnd
 from bapipe.torch.health.rank_status import (
     Progress,
     Status,
@@ -34,30 +36,18 @@ from bapipe.torch.health.rank_status import (
 )
 
 NOW = 1000.0
-SUMMARY = """\
-E1115 03:16:48.309000 8779 api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 8783) of binary: python
-Failures:
-[1]:
-  time      : 2026-11-15_03:16:48
-  host      : localhost
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 8784)  (SIGKILL)
-  error_file: <N/A>
-[2]:
-  rank      : 2 (local_rank: 2)
-  exitcode  : -15 (pid: 8785)  (SIGTERM)
-------------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : 1 (pid: 8783)
-============================================================
-"""
+KILLED = (
+    RankEnd(rank=1, code=-9, at=5.0),
+    RankEnd(rank=0, code=1, at=6.0, said="gone"),
+    RankEnd(rank=2, code=-15, at=7.0, told=True),
+)
+FINE = tuple(RankEnd(rank=rank, code=0, at=4e9) for rank in range(3))
+FAILED = tuple(RankEnd(rank=rank, code=1, at=9.0) for rank in range(3))
 AT = "rank 1 on here, stage 1, action 1F2 of step 7"
 
 
-def _explained(folder: Path, summary: str = "", code: int = 1) -> tuple[str, int]:
-    failure = explain(folder, stages=((0,), (1,), (2, 5)), host="here", summary=summary, code=code)
+def _explained(folder: Path, ends: Sequence[RankEnd] = FAILED) -> tuple[str, int]:
+    failure = explain(folder, stages=((0,), (1,), (2, 5)), host="here", ends=ends)
     assert failure is not None
     return failure.line, failure.code
 
@@ -70,20 +60,35 @@ def _leave(folder: Path, by: int, reason: str, *, lost: bool = False, where: str
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     _leave(tmp_path, 2, "has ended", lost=True)
     _leave(tmp_path, 0, "has ended; rank 0 noticed at action 0B1 of step 7", lost=True)
-    assert _explained(tmp_path, SUMMARY) == (f"{AT}: was killed by SIGKILL; rank 0 noticed", 1)
-    assert _explained(tmp_path) == (f"{AT}: has ended; rank 0 noticed at action 0B1 of step 7", 1)
+    assert _explained(tmp_path, KILLED) == (f"{AT}: was killed by SIGKILL; rank 0 noticed", 1)
 
 
 def test_a_rank_that_was_ended_because_it_did_not_answer_was_not_killed(tmp_path: Path) -> None:
     _leave(tmp_path, 0, "does not answer; rank 0 waited 3 s", lost=True, table="rank …")
-    assert _explained(tmp_path, SUMMARY) == (f"{AT}: does not answer; rank 0 waited 3 s", 1)
+    assert _explained(tmp_path, KILLED) == (f"{AT}: does not answer; rank 0 waited 3 s", 1)
 
 
 def test_the_rank_that_failed_of_itself_comes_before_those_that_lost_it(tmp_path: Path) -> None:
     _leave(tmp_path, 0, "has ended", lost=True)
     _leave(tmp_path, 1, "ValueError: broke (model.py:3)")
-    assert _explained(tmp_path, SUMMARY) == (f"{AT}: ValueError: broke (model.py:3)", 1)
+    assert _explained(tmp_path, KILLED) == (f"{AT}: ValueError: broke (model.py:3)", 1)
     assert [failure.by for failure in read_failures(tmp_path, ranks=3)] == [0, 1]
+
+
+def test_a_rank_that_was_killed_before_comes_before_one_that_failed_of_itself(tmp_path: Path) -> None:
+    _leave(tmp_path, 0, "RuntimeError: Connection closed by peer", where="rank 0", rank=0, at=5.5)
+    expected = "rank 1 on here, stage 1, starting up: was killed by SIGKILL"
+    assert _explained(tmp_path, KILLED) == (expected, 1)
+
+
+def test_who_noticed_may_not_know_which_rank_it_was(tmp_path: Path) -> None:
+    """Rank 1 is killed before the others have heard of it."""
+    where = "rank 0 on here, stage 0, connecting to 2 other ranks"
+    _leave(tmp_path, 0, "another rank has ended or cannot be reached", where=where, rank=0, lost=True, at=5.5)
+    found = explain(tmp_path, stages=((0,), (1,), (2, 5)), host="here", ends=KILLED)
+    assert found is not None
+    assert found.line == "rank 1 on here, stage 1, starting up: was killed by SIGKILL"
+    assert (found.rank, found.lost) == (1, True)
 
 
 def test_what_concerns_no_single_rank_stands_alone(tmp_path: Path) -> None:
@@ -92,25 +97,35 @@ def test_what_concerns_no_single_rank_stands_alone(tmp_path: Path) -> None:
     assert _explained(tmp_path) == ("no such model; correct it", 2)
 
 
-def test_a_rank_killed_unnoticed_is_known_from_torchrun(tmp_path: Path) -> None:
+def test_a_rank_killed_unnoticed_is_known_from_the_launcher(tmp_path: Path) -> None:
     progress = Progress(progress_file(tmp_path, 1))
     progress.begin(7)
     progress.note_action(Action.parse("1F2"))
-    assert _explained(tmp_path, SUMMARY) == (f"{AT}: was killed by SIGKILL", 1)
+    assert _explained(tmp_path, KILLED) == (f"{AT}: was killed by SIGKILL", 1)
 
 
 def test_a_rank_that_never_began_was_starting_up(tmp_path: Path) -> None:
-    assert _explained(tmp_path, SUMMARY)[0] == "rank 1 on here, stage 1, starting up: was killed by SIGKILL"
+    assert _explained(tmp_path, KILLED)[0] == "rank 1 on here, stage 1, starting up: was killed by SIGKILL"
 
 
-def test_without_any_word_torchrun_has_the_last(tmp_path: Path) -> None:
-    assert _explained(tmp_path, "first\nNo module named torch\n") == (
-        "torchrun ended with code 1: No module named torch",
-        1,
-    )
-    assert _explained(tmp_path) == ("torchrun ended with code 1: it said nothing", 1)
+def test_without_any_word_the_rank_that_ended_first_has_the_last(tmp_path: Path) -> None:
+    said = "ModuleNotFoundError: No module named 'torch'"
+    ends = (RankEnd(rank=2, code=1, at=1.0, said=said), *FAILED[:2])
+    where = "rank 2 on here, stages 2 and 5, starting up"
+    assert _explained(tmp_path, ends) == (f"{where}: ended with code 1: {said}", 1)
+    assert _explained(tmp_path)[0] == "rank 0 on here, stage 0, starting up: ended with code 1"
+    told = tuple(replace(end, code=-15, told=True) for end in FAILED)
+    assert _explained(tmp_path, told)[0].endswith("was killed by SIGTERM")
 
 
+def test_ranks_that_were_all_stopped_are_all_named(tmp_path: Path) -> None:
+    ends = tuple(RankEnd(rank=rank, code=-9, at=1.0, told=True, stopped=8.2) for rank in range(2))
+    line, code = _explained(tmp_path, (*ends, replace(FINE[2], code=1, told=True)))
+    expected = "rank 0 on here, stage 0, starting up: was stopped by a signal for 8 s, as was rank 1"
+    assert (line, code) == (expected, 1)
+
+
+EARLY = "ended before it had finished, with code 0"
 UNREADABLE = "a rank failed, and what it said of it cannot be read"
 
 
@@ -122,7 +137,7 @@ def test_a_failure_never_has_the_code_of_success(tmp_path: Path, code: object) -
         assert (found.line, found.code) == (f"{AT}: broke", 1)
     assert Failure(rank=0, by=0, where="", reason="", at=0.0, code=code).code == 1  # type: ignore[arg-type]
     (tmp_path / "failure-0.json").write_text(json.dumps(said))
-    assert _explained(tmp_path, code=0) == (f"{AT}: broke", 1)
+    assert _explained(tmp_path, FINE) == (f"{AT}: broke", 1)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +146,7 @@ def test_a_failure_never_has_the_code_of_success(tmp_path: Path, code: object) -
 def test_a_failure_that_cannot_be_read_is_one(tmp_path: Path, said: str) -> None:
     assert (parse_failure(said, ranks=3).line, parse_failure(said, ranks=3).code) == (UNREADABLE, 1)
     (tmp_path / "failure-0.json").write_text(said)
-    assert _explained(tmp_path, code=0) == (UNREADABLE, 1)
+    assert _explained(tmp_path, FINE) == (UNREADABLE, 1)
 
 
 @pytest.mark.parametrize("rank", [-1, 3, 10**30])
@@ -144,23 +159,14 @@ def test_a_rank_that_the_run_does_not_have_is_not_lost(rank: int) -> None:
 def test_only_ranks_that_have_all_finished_are_success(tmp_path: Path) -> None:
     stages = ((0,), (1,))
     for rank in range(2):
-        line, code = _explained(tmp_path, code=0)
-        assert (line, code) == (f"rank {rank} on here, stage {rank}: ended before it had finished, with code 0", 1)
+        line, code = _explained(tmp_path, FINE)
+        assert (line, code) == (f"rank {rank} on here, stage {rank}, starting up: {EARLY}", 1)
         write_finished(tmp_path, by=rank)
-    assert explain(tmp_path, stages=stages, host="here", summary="", code=0) is None
+    assert explain(tmp_path, stages=stages, host="here", ends=FINE[:2]) is None
     _leave(tmp_path, 1, "broke")
-    assert _explained(tmp_path, code=0) == (f"{AT}: broke", 1)
+    assert _explained(tmp_path, FINE) == (f"{AT}: broke", 1)
     forget_notes(tmp_path, by=1)
-    assert _explained(tmp_path, code=0)[0].startswith("rank 1 on here, stage 1: ended before")
-
-
-def test_what_happens_to_torchrun_comes_before_ranks_that_seem_lost(tmp_path: Path) -> None:
-    _leave(tmp_path, 0, "has ended", lost=True)
-    assert _explained(tmp_path, code=-9) == ("torchrun was killed by SIGKILL, and its ranks with it", 1)
-    summary = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 1\n"
-    assert _explained(tmp_path, summary) == ("stopped by SIGHUP, sent to torchrun", 129)
-    _leave(tmp_path, 1, "stopped by SIGHUP after 3 steps, saved as here", where="", code=129)
-    assert _explained(tmp_path, summary) == ("stopped by SIGHUP after 3 steps, saved as here", 129)
+    assert _explained(tmp_path, FINE)[0].endswith(EARLY)
 
 
 def test_progress_outlives_a_process_that_is_killed(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ input()
 """
 
 
-def test_ranks_are_told_the_number_of_their_torchrun(tmp_path: Path) -> None:
+def test_ranks_are_told_the_number_of_their_launcher(tmp_path: Path) -> None:
     assert noted_parent(["worker", "plan.json"]) is None
     assert noted_parent(["worker", "--notes"]) is None
     assert noted_parent(["worker", "--notes", str(tmp_path), "--json"]) == 0, "the launcher has removed its folder"

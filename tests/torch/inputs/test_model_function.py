@@ -116,7 +116,7 @@ def test_a_model_that_returns_its_loss_trains_as_it_is(write: Any, made: str) ->
     example = "with_kwargs" if made[0] != "(" else "full"
     built = write(example, BATCH.format(result=made))
     assert built.loss is None
-    inputs, target = batches_for(built, "synthetic", minibatch=6, seed=0)(0)
+    inputs, target = batches_for(built, "synthetic", global_batch=6, seed=0)(0)
     assert target is None
     spec = InputSpec.of(capture(built.module, built.args, built.kwargs))
     parts = split_inputs(spec, inputs, (3, 3), needed=set(range(len(spec.batched))))
@@ -127,7 +127,7 @@ def test_a_model_that_returns_its_loss_trains_as_it_is(write: Any, made: str) ->
 
 def test_without_make_batch_samples_of_the_example_are_drawn(write: Any) -> None:
     built = write("full")
-    make = batches_for(built, "synthetic", minibatch=16, seed=0)
+    make = batches_for(built, "synthetic", global_batch=16, seed=0)
     (x, kwargs), target = make(0)
     assert target is None
     rows = {tuple(row.tolist()) for row in built.args[0]}
@@ -140,13 +140,13 @@ def test_without_make_batch_samples_of_the_example_are_drawn(write: Any) -> None
 def test_a_loss_function_needs_targets(write: Any) -> None:
     loss = "\ndef loss(output, target): return (output - target).mean()\n"
     with pytest.raises(BaPipeError, match=r"add make_batch\(seed, size\) -> \(inputs, target\)"):
-        batches_for(write("with_args", loss), "synthetic", minibatch=4, seed=0)
+        batches_for(write("with_args", loss), "synthetic", global_batch=4, seed=0)
     built = write("with_args", loss + BATCH.format(result=PAIR))
-    inputs, target = batches_for(built, "synthetic", minibatch=4, seed=0)(0)
+    inputs, target = batches_for(built, "synthetic", global_batch=4, seed=0)(0)
     assert inputs.shape == (4, 3)
     assert target.shape == (4,)
     make = batches_for(
-        write("with_args", loss + BATCH.format(result="torch.rand(size, 3)")), "synthetic", minibatch=4, seed=0
+        write("with_args", loss + BATCH.format(result="torch.rand(size, 3)")), "synthetic", global_batch=4, seed=0
     )
     with pytest.raises(BaPipeError, match=r"must return \(inputs, target\), as there is a loss function"):
         make(0)
@@ -155,7 +155,7 @@ def test_a_loss_function_needs_targets(write: Any) -> None:
 def test_a_batch_of_another_size_is_refused(write: Any) -> None:
     built = write("with_kwargs", BATCH.format(result="dict(x=torch.rand(3, 3), labels=torch.randint(4, (3,)))"))
     with pytest.raises(BaPipeError, match=r"make_batch was asked for 4 samples, got shape \(3, 3\)"):
-        batches_for(built, "synthetic", minibatch=4, seed=0)(0)
+        batches_for(built, "synthetic", global_batch=4, seed=0)(0)
 
 
 class Scaled(nn.Module):

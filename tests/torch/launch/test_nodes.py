@@ -13,12 +13,13 @@ import pytest
 
 from bapipe.errors import BaPipeError, DeadlockError
 from bapipe.records.plan import Plan, read_plan
+from bapipe.records.plan_consistency import microbatch_sizes
 from bapipe.records.run_record import StepRecord
 from bapipe.schedule.generators import capped, make_schedule
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.torch.launch.display import Display
 from bapipe.torch.launch.node_commands import node_commands, ranks_by_node, slurm_script
-from bapipe.torch.runtime.plan_checks import check_plan, microbatch_sizes
+from bapipe.torch.runtime.plan_checks import check_plan
 from paths import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "plan.json"
@@ -70,7 +71,7 @@ class Terminal(io.StringIO):
 
 
 def _shown(plan: Plan, stream: io.StringIO, *, steps: int = 2, as_json: bool = False) -> str:
-    display = Display(replace(plan, minibatch=64), steps, as_json=as_json, stream=stream)
+    display = Display(replace(plan, global_batch=64), steps, as_json=as_json, stream=stream)
     for step in range(steps):
         display.step(StepRecord(step=step, loss=2.5, seconds=plan.prediction.time * 2), 0.25)
     display.say("wrote run.json", wrote="run.json")
@@ -122,7 +123,7 @@ def test_json_has_an_object_per_line_and_no_nan(plan: Plan) -> None:
     display.say("", wrote="run.json")
     step, wrote = (json.loads(line) for line in stream.getvalue().splitlines())
     assert step["loss"] is None
-    assert step["samples_per_second"] == plan.minibatch / 0.5
+    assert step["samples_per_second"] == plan.global_batch / 0.5
     assert step["bubble"] == 0.1
     assert wrote == {"wrote": "run.json"}
 
@@ -141,10 +142,10 @@ def test_an_order_that_waits_for_ever_is_refused_before_it_starts(plan: Plan) ->
 
 def test_micro_batches_must_hold_the_global_batch(plan: Plan) -> None:
     count, size = plan.microbatches, plan.microbatch_size
-    assert sum(microbatch_sizes(plan)) == plan.minibatch
+    assert sum(microbatch_sizes(plan)) == plan.global_batch
     for samples in (count * size - size, count * size + 1):
         with pytest.raises(BaPipeError, match=f"cannot hold a global batch of {samples} samples; plan again"):
-            microbatch_sizes(replace(plan, minibatch=samples))
+            microbatch_sizes(replace(plan, global_batch=samples))
 
 
 def test_the_display_needs_no_torch() -> None:

@@ -57,7 +57,7 @@ def test_every_option_gets_to_a_rank() -> None:
 def test_every_field_is_an_option_of_the_command() -> None:
     """One field and one click option are all that a new option needs; their names and defaults agree."""
     made = run_command.make_context("run", ["plan.json"]).params
-    own = {"plan_file", "restarts", "elastic", "profile"}
+    own = {"plan_file", "restarts", "elastic", "speed", "profile"}
     assert read_options({name: value for name, value in made.items() if name not in own}) == RunOptions()
     saved = {**made, "folder": Path("saved")}
     options = read_options({name: value for name, value in saved.items() if name not in own})

@@ -15,6 +15,7 @@ from bapipe.errors import BaPipeError
 from bapipe.records.plan import read_plan, write_plan
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.validate import Sends
+from bapipe.torch.health.rank_end import RankEnd
 from bapipe.torch.launch import launcher, worker
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.launch.supervise import Ended
@@ -43,11 +44,11 @@ def test_the_launcher_checks_once_and_its_ranks_trust_it(
 ) -> None:
     started: list[list[str]] = []
 
-    def no_ranks(arguments: list[str], *_: object, **__: object) -> Ended:
-        started.append(arguments)
-        return Ended(code=1, stopped_by=None, killed=False, output="")
+    def no_ranks(_ranks: int, program: list[str], *_: object, **__: object) -> Ended:
+        started.append(program)
+        return Ended(ranks=(RankEnd(rank=0, code=1, at=1.0),), stopped_by=None, killed=False)
 
-    monkeypatch.setattr(launcher, "supervise", no_ranks)
+    monkeypatch.setattr(launcher, "run_local", no_ranks)
     assert launcher.launch(EXAMPLE, RunOptions(), restarts=2) == 1
     assert (len(started), len(checks)) == (3, 1)
     rank = worker._arguments(started[0][started[0].index(str(EXAMPLE)) :])

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="running a plan needs torch: pip ins
 from torch.nn import functional  # noqa: E402
 
 from bapipe.torch.runtime.pipeline import Pipeline  # noqa: E402
+from bapipe.torch.stage.loss import LossSum, LossTotals  # noqa: E402
 from one_rank_plan import build, one_rank  # noqa: E402
 from paths import REPOSITORY  # noqa: E402
 
@@ -61,6 +62,29 @@ def test_each_phase_is_logged_before_it_begins(caplog: pytest.LogCaptureFixture)
     assert {record.name.partition(".")[0] for record in caplog.records} == {"bapipe"}
 
 
+@pytest.mark.usefixtures("group")
+def test_waiting_for_the_device_counts_as_waiting_for_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of NCCL may keep the device busy for as long as another rank is stopped, and reading the loss or a
+    norm waits for the device: only what is within a meeting is noticed to take too long."""
+    at: list[str] = []
+    with Pipeline(build, one_rank(), functional.mse_loss) as pipe:
+        read, to_host = LossSum.sums, torch.Tensor.cpu
+
+        def sums(own: LossSum) -> LossTotals:
+            at.append(pipe.watch.progress.current[0])
+            return read(own)
+
+        def cpu(own: torch.Tensor) -> torch.Tensor:
+            at.append(pipe.watch.progress.current[0])
+            return to_host(own)
+
+        monkeypatch.setattr(LossSum, "sums", sums)
+        pipe.step(torch.rand(8, 6).double(), torch.rand(8, 4).double())
+        monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+        pipe.clip_grad_norm_(1.0)
+    assert at == ["summing the loss, step 0", "clipping gradients, step 0"]
+
+
 def test_no_class_uses_a_private_attribute_of_another() -> None:
     """`_init_weights` is what modules of transformers have in place of `reset_parameters`."""
     for path in [file for folder in ("runtime", "pipedream", "launch") for file in (SOURCE / folder).glob("*.py")]:
@@ -74,3 +98,21 @@ def test_no_class_uses_a_private_attribute_of_another() -> None:
             and node.attr != "_init_weights"
         ]
         assert found == []
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("norm", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
+def test_norms_without_running_statistics_use_each_microbatchs_in_evaluation(norm: type[torch.nn.Module]) -> None:
+    def normed() -> tuple[torch.nn.Module, tuple[torch.Tensor], dict[str, object]]:
+        torch.manual_seed(2)
+        layers = (torch.nn.Linear(6, 5), norm(2, track_running_stats=False), torch.nn.Linear(5, 4))
+        return torch.nn.Sequential(*layers).double(), (torch.rand(4, 2, 6).double(),), {}
+
+    inputs, targets = torch.rand(8, 2, 6).double(), torch.rand(8, 2, 4).double()
+    with Pipeline(normed, one_rank(), functional.mse_loss) as pipe:
+        found = pipe.evaluate(inputs, targets)
+    module = normed()[0].eval()
+    with torch.no_grad():
+        outputs = torch.cat([module(part) for part in inputs.split(4)])
+        expected = float(functional.mse_loss(outputs, targets))
+    assert found == pytest.approx(expected, rel=1e-12)

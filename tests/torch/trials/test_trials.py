@@ -66,7 +66,7 @@ def planned(folder: Path, **request: object) -> Plan:
     found = explore(
         read_profile(folder / "out" / "profile.json"),
         read_cluster(str(folder / "out" / "cluster.toml")),
-        Request(minibatch=16, microbatch=4, **request),  # type: ignore[arg-type]
+        Request(global_batch=16, microbatch=4, **request),  # type: ignore[arg-type]
     )
     return make_plan(found)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bapipe.errors import BaPipeError, FileFormatError, nearest
-from bapipe.hardware.cluster import AcceleratorType, Efficiency
+from bapipe.hardware.cluster import LEAST_RATE, AcceleratorType, Efficiency
 from bapipe.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 __all__ = ["DTYPE_BYTES", "BoardEntry", "EfficiencyEntry", "TypeEntry", "accelerator_type"]
@@ -69,7 +69,7 @@ class TypeEntry:
 
 
 def _positive(value: float, *, what: str) -> float:
-    if not value > 0:
+    if not value >= LEAST_RATE:
         raise FileFormatError(f"{what} must be more than 0, got {value:g}; correct it")
     return value
 
@@ -80,7 +80,7 @@ def _amount(value: float, kind: str, *, what: str) -> float:
 
 
 def _share(value: float, *, what: str) -> float:
-    if not 0 < value <= 4:
+    if not LEAST_RATE <= value <= 4:
         raise FileFormatError(f"{what} must be a share such as 0.8, got {value:g}; correct it")
     return value
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bapipe.planner.passes.choose_sizes import choose_sizes
+from bapipe.planner.passes.copy_parts import copy_parts
 from bapipe.planner.passes.estimates import estimate_alternatives
-from bapipe.planner.passes.every_cut import compare_every_cut
 from bapipe.planner.passes.paper_steps import record_paper_steps
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.replicate import replicate_pipelines
 from bapipe.planner.passes.require_plan import require_plan
+from bapipe.planner.passes.search_cuts import search_cuts
 from bapipe.planner.passes.try_sizes import try_sizes
 from bapipe.planner.passes.weigh_errors import weigh_errors
 from bapipe.planner.state import SearchState
@@ -22,9 +23,10 @@ PASSES: tuple[Callable[[SearchState], None], ...] = (
     try_sizes,  # at each, data parallelism and under each schedule every partition: the best of every family
     reorder_pipelines,  # zero-bubble orders made for the best pipelines' times
     replicate_pipelines,  # PP × DP of pipelines that are planned for a share of the accelerators
+    copy_parts,  # on a large cluster, copies of a plan that is searched for a part of it
+    search_cuts,  # what only the simulator finds: cuts, orders of accelerators, replicas, in-flight counts
     require_plan,  # from here on something fits; else says what would help
     weigh_errors,  # where times are known with an error: ranges, and the plan that loses least by it
     estimate_alternatives,  # ZeRO-1, FSDP and tensor slicing by formula
-    compare_every_cut,  # brute force over the plan's cuts
     record_paper_steps,  # the paper's exploration, where it is to be explained
 )

@@ -13,4 +13,4 @@ def estimate_alternatives(state: SearchState) -> None:
     if state.paper:
         return
     chain = state.best.candidate.chain
-    state.estimates = tuple(analytic_alternatives(chain, state.hardware, state.minibatch // chain.microbatch))
+    state.estimates = tuple(analytic_alternatives(chain, state.hardware, state.global_batch // chain.microbatch))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bapipe.errors import BaPipeError
 from bapipe.planner.evaluate import Evaluation, evaluate
-from bapipe.planner.hybrids import copies_of, numbers_of_copies
+from bapipe.planner.hybrids import REPLICATED, copies_of, numbers_of_copies
 from bapipe.planner.passes.choose_sizes import choose_sizes
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.try_sizes import try_sizes
@@ -15,18 +15,15 @@ from bapipe.planner.state import SearchState
 
 __all__ = ["replicate_pipelines"]
 
-_REPLICATED = ("1f1b-sno", "1f1b-so", "1f1b", "zb", "zb-h1", "zb-h2")
-"""schedules that run in several replicas of a pipeline"""
-
 
 def replicate_pipelines(state: SearchState) -> None:
     """Add replicas of the best pipelines of a half, a third, … of the accelerators and of the global batch."""
     request = state.request
     free = request.stages is None and request.strategy == "exact" and not state.paper
-    if not free or request.schedule not in (None, *_REPLICATED) or not state.thorough(len(state.profile.layers)):
+    if not free or request.schedule not in (None, *REPLICATED) or not state.thorough(len(state.profile.layers)):
         return
     for number in numbers_of_copies(state.cluster):
-        if state.minibatch % number:
+        if state.global_batch % number:
             continue
         for evaluation in _pipelines_of_share(state, number):
             for candidate in copies_of(evaluation.candidate, number, state.cluster):
@@ -39,20 +36,18 @@ def _pipelines_of_share(state: SearchState, number: int) -> list[Evaluation]:
 
     [] where that cannot be planned.
     """
-    cluster, minibatch = state.cluster, state.minibatch // number
+    cluster, global_batch = state.cluster, state.global_batch // number
     part = replace(cluster, accelerators=cluster.accelerators[: len(cluster) // number])
-    request = replace(state.request, minibatch=minibatch, stages=len(part))
+    request = replace(state.request, global_batch=global_batch, stages=len(part))
     try:
-        sizes = tuple(microbatch_sizes(state.profile, part, request, minibatch))
+        sizes = tuple(microbatch_sizes(state.profile, part, request, global_batch))
         share = state.narrowed(request, sizes=sizes, cluster=part)
         for run in (choose_sizes, try_sizes, reorder_pipelines):
             run(share)
     except BaPipeError:
         return []
     ranked = [
-        own
-        for own in share.incumbents.ranked()
-        if own.short is None and own.candidate.schedule.name in _REPLICATED
+        own for own in share.incumbents.ranked() if own.short is None and own.candidate.schedule.name in REPLICATED
     ]
     best = {own.candidate.schedule.name: own for own in reversed(ranked)}
     chosen = [own for own in ranked if own is best[own.candidate.schedule.name]]

@@ -20,21 +20,22 @@ def require_plan(state: SearchState) -> None:
 
 def _nothing_to_try(state: SearchState) -> BaPipeError:
     """What of the request leaves no candidate."""
-    request, count, minibatch, sizes = state.request, len(state.cluster), state.minibatch, state.sizes
+    request, count, global_batch, sizes = state.request, len(state.cluster), state.global_batch, state.sizes
     if request.schedule == "data-parallel" or request.strategy == "dp":
         each = count * min(sizes)
-        fewer = minibatch // each * each
+        fewer = global_batch // each * each
         others = f"{fewer} or {fewer + each}" if fewer else f"{each}"
         return BaPipeError(
-            f"data parallelism deals whole micro-batches evenly to {count} accelerators, and {minibatch} samples "
-            f"are not a multiple of {count} x {min(sizes)}; make --global-batch {others}, or change --micro-batch"
+            f"data parallelism deals whole micro-batches evenly to {count} accelerators, and {global_batch} "
+            f"samples are not a multiple of {count} x {min(sizes)}; make --global-batch {others}, "
+            "or change --micro-batch"
         )
     if request.schedule == "interleaved" and count < 2:
         return BaPipeError("interleaved needs at least 2 accelerators, the cluster has 1; leave --schedule out")
     if request.schedule == "interleaved" and request.stages == 1:
         return BaPipeError("interleaved needs at least 2 stages, each in parts; leave --stages out")
     asked = request.schedule or request.strategy
-    return BaPipeError(f"nothing can be tried with {asked} and {minibatch} samples; leave --schedule out")
+    return BaPipeError(f"nothing can be tried with {asked} and {global_batch} samples; leave --schedule out")
 
 
 def _nothing_fits(state: SearchState) -> InfeasibleError:

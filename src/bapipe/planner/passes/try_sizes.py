@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bapipe.errors import BaPipeError
-from bapipe.planner.data_parallel import at_minibatch, data_parallel_candidate
+from bapipe.planner.data_parallel import at_global_batch, data_parallel_candidate
 from bapipe.planner.evaluate import Candidate
 from bapipe.planner.intra_layer_cuts import splits_everywhere
 from bapipe.planner.passes.family_passes import FAMILY_PASSES, FamilyScope, SharedPartitions, reuse_cuts
@@ -33,7 +33,7 @@ def try_data_parallelism(state: SearchState, scope: SizeScope) -> None:
     if state.paper:
         state.consider("data-parallel", data_parallel_candidate(chain, state.hardware, 1))
         return
-    whole = at_minibatch(chain, state.hardware, state.minibatch)
+    whole = at_global_batch(chain, state.hardware, state.global_batch)
     if whole is not None:
         plain = whole.schedule.num_microbatches == len(state.cluster)
         state.consider("data-parallel" if plain else "data-parallel, accumulated", whole)

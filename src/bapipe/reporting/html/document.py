@@ -7,6 +7,7 @@ from importlib.resources import files
 
 from bapipe.analysis.predicted_measured import compare
 from bapipe.costs.profile import Profile
+from bapipe.errors import BaPipeError
 from bapipe.planner.evaluate import plan_timeline
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.records.plan import Plan
@@ -33,6 +34,8 @@ __all__ = [
     "trace_of",
 ]
 
+_MOST_ACTIONS = 1_000_000
+"""what a page can hold"""
 _SCRIPTS = ("data", "values", "picture", "view", "page")
 """each uses names of those before it"""
 
@@ -55,6 +58,12 @@ def make_subject(
     if comparison is not None:
         predicted = comparison.predicted
     elif predicted is None:
+        actions = plan.schedule.copies * sum(len(lane.actions) for lane in plan.schedule.lanes)
+        if actions > _MOST_ACTIONS:
+            raise BaPipeError(
+                f"a report draws every action, at most {_MOST_ACTIONS}, and the plan of {len(plan.ranks)} "
+                f"accelerators has {actions}; report a plan of fewer"
+            )
         predicted = plan_timeline(plan)
     return Subject(
         plan=plan,

@@ -26,11 +26,11 @@ def head_section(plan: Plan, found: Comparison | None) -> str:
     ]
     if found is not None:
         # The whole step, synchronisation of the ranks included: what a training run gets.
-        rate = Pair(predicted=prediction.throughput, measured=plan.minibatch / found.step.measured)
+        rate = Pair(predicted=prediction.throughput, measured=plan.global_batch / found.step.measured)
         off = "" if rate.error is None else f" ({rate.error:+.0%})"
         sentence = (
             f"{format_throughput(rate.measured)} samples/s measured, {format_throughput(rate.predicted)} predicted"
-            f"{off}: {shape(plan)}, global batch {plan.minibatch}."
+            f"{off}: {shape(plan)}, global batch {plan.global_batch}."
         )
         tiles[:2] = [
             ("measured throughput", "measured_throughput", _samples(rate.measured)),

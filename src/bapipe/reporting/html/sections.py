@@ -344,7 +344,10 @@ def _about(plan: Plan) -> str:
     facts = [
         ("cluster", f"{plan.cluster.name}: {cluster}"),
         ("schedule", plan.schedule.name),
-        ("global batch", f"{plan.minibatch} samples: {plan.microbatches} micro-batches of {plan.microbatch_size}"),
+        (
+            "global batch",
+            f"{plan.global_batch} samples: {plan.microbatches} micro-batches of {plan.microbatch_size}",
+        ),
         ("precision", plan.dtype),
         ("optimizer", plan.optimizer),
         ("strategy", plan.strategy),

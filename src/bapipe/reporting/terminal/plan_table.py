@@ -19,6 +19,8 @@ __all__ = ["answer", "render_alternatives", "render_plan", "render_steps", "shap
 _BAR = 4
 _NAME = 24
 """characters of a layer's name, where two are shown"""
+_SPELT_STAGES = 8
+"""stages up to which the replicas of each are named though they are alike"""
 _PLACE, _LAYERS = 11, 28
 """columns that names of accelerators and layers get, if they need them, before the table is set more closely"""
 _LEAST_PLACE, _FEW_LAYERS, _LEAST_LAYERS = 7, 18, 12
@@ -30,13 +32,18 @@ def shape(plan: Plan) -> str:
     kind = {
         "data-parallel": f"data parallelism on {len(plan.ranks)} accelerators",
         "pipeline": f"{plan.schedule.name} over {len(plan.stages)} stages",
-        "hybrid": f"{plan.schedule.name} over stages of "
-        + "-".join(str(len(stage.accelerators)) for stage in plan.stages)
-        + " replicas",
+        "hybrid": f"{plan.schedule.name} over {_replicas([len(stage.accelerators) for stage in plan.stages])}",
     }[plan.kind]
     if plan.kind == "pipeline" and len(plan.stages) == 1:
         kind = "one accelerator"
     return f"{kind}, {plan.microbatches} micro-batches of {plan.microbatch_size}"
+
+
+def _replicas(counts: Sequence[int]) -> str:
+    """How many replicas the stages have, in a few words."""
+    if len(counts) > _SPELT_STAGES and len(set(counts)) == 1:
+        return f"{len(counts)} stages of {counts[0]} replicas each"
+    return f"stages of {'-'.join(map(str, counts))} replicas"
 
 
 def answer(plan: Plan) -> str:
@@ -44,7 +51,7 @@ def answer(plan: Plan) -> str:
     prediction = plan.prediction
     return (
         f"{plan.model.name}: {shape(plan)}: "
-        f"{_time(prediction)} per global batch of {plan.minibatch}, "
+        f"{_time(prediction)} per global batch of {plan.global_batch}, "
         f"{format_throughput(prediction.throughput)} samples/s, {prediction.gap:.1%} over the lower bound"
     )
 

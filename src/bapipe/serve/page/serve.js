@@ -3,7 +3,7 @@
 "use strict";
 const app = (() => {
   const find = (id) => document.getElementById(id);
-  const PLAIN = ["precision", "optimizer", "link_bandwidth", "memory_limit", "minibatch", "microbatch", "schedule", "cap", "stages", "strategy", "space"];
+  const PLAIN = ["precision", "optimizer", "link_bandwidth", "memory_limit", "global_batch", "microbatch", "schedule", "cap", "stages", "strategy", "space"];
   const USUAL = { optimizer: "sgd", strategy: "exact", space: "full" };
   const START = { model: "vgg16", cluster: "4xv100-16" };
   const SEVERAL = "+";
@@ -37,7 +37,7 @@ const app = (() => {
     options(find("schedule"), [["", "the best"], ...same(choices.schedules)]);
     options(find("strategy"), same(choices.strategies));
     find("count").max = find("stages").max = choices.most_accelerators;
-    find("minibatch").max = find("microbatch").max = find("cap").max = choices.largest_minibatch;
+    find("global_batch").max = find("microbatch").max = find("cap").max = choices.largest_global_batch;
     find("folder-hint").hidden = choices.has_folder;
     for (const type of choices.types) known.types.set(type.name, type);
     known.aliases = choices.aliases; known.clusters = choices.own_clusters;

@@ -20,11 +20,16 @@ def evaluating(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a traced call as they are in evaluation mode.
 
-    Instance norm that keeps no statistics uses the input's in both modes.
+    Batch and instance norm that keep no running statistics use the input's in both modes.
     """
     changed, options = list(args), dict(kwargs)
-    for index, name in enumerate(argument_names(target)):
-        if name not in _OFF or (name == "use_input_stats" and len(args) > 3 and args[3] is None):
+    names = list(argument_names(target))
+    if "running_mean" in names:
+        place = names.index("running_mean")
+        if (args[place] if place < len(args) else options.get("running_mean")) is None:
+            return args, kwargs
+    for index, name in enumerate(names):
+        if name not in _OFF:
             continue
         if index < len(changed):
             changed[index] = _OFF[name]

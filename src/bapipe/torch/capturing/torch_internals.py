@@ -33,6 +33,7 @@ __all__ = [
     "flatten",
     "flatten_recurrent",
     "function_classes",
+    "given_arguments",
     "is_symbolic",
     "load_tracer",
     "lstms_traced_whole",
@@ -93,6 +94,35 @@ def argument_names(target: Any) -> tuple[str, ...]:
     if not isinstance(target, torch._ops.OpOverload):
         return ()
     return tuple(argument.name for argument in target._schema.arguments)
+
+
+def given_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a traced call by name, without those that have their default.
+
+    So it does not matter how the trace has written them, nor which arguments with a default a version of torch has
+    added. Of what is no operator positional arguments have their number for a name.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return {**{str(index): value for index, value in enumerate(node.args)}, **node.kwargs}
+    found: dict[str, Any] = {}
+    for index, argument in enumerate(target._schema.arguments):
+        if index < len(node.args):
+            value = node.args[index]
+        elif argument.name in node.kwargs:
+            value = node.kwargs[argument.name]
+        else:
+            continue
+        if not argument.has_default_value() or not _equal(value, argument.default_value):
+            found[argument.name] = value
+    return found
+
+
+def _equal(value: Any, default: Any) -> bool:
+    """Whether a constant argument is its default; sizes and values of the trace are not compared."""
+    if isinstance(value, (list, tuple)) and isinstance(default, (list, tuple)):
+        return len(value) == len(default) and all(map(_equal, value, default))
+    return type(value) is type(default) and bool(value == default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

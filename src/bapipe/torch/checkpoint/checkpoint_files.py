@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HashedFile", "HashingStream", "file_size", "first_line", "read_small_file"]
+__all__ = ["HashedFile", "HashingStream", "file_size", "first_line", "read_small_file", "write_hashed"]
 
 _SMALL = 256 * 2**10
 """bytes up to which writes are collected to be hashed"""
@@ -165,6 +165,15 @@ class HashingStream(io.RawIOBase):
             digest = self._hasher.finish()
             super().close()
         self._finished(self._name, self._size, digest)
+
+
+def write_hashed(path: Path, data: bytes | memoryview) -> tuple[int, str]:
+    """A new file, on disk when this returns; its size and SHA-256."""
+    written: list[tuple[int, str]] = []
+    with HashingStream(path, lambda _, size, sha256: written.append((size, sha256))) as stream:
+        stream.write(data)
+        os.fsync(stream.fileno())
+    return written[0]
 
 
 def _open(path: Path) -> int:

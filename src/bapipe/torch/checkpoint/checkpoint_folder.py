@@ -6,6 +6,7 @@ run/step-00000003/          complete: it got this name after all its bytes were 
     checkpoint.json         the manifest, written last: step, names, size and SHA-256 of every other file
     .metadata, __0_0.distcp … torch.distributed.checkpoint's: tensors under the model's own names
     state.pt                what is small: parameter groups, scheduler, data position, random generators
+    training.json           what the training is: the model's structure, optimizer, precision, settings
 run/damaged-step-00000002/  could not be read when its step was saved again: set aside, never removed
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from bapipe.errors import BaPipeError
+from bapipe.io.files import sync
 from bapipe.torch.checkpoint.checkpoint_files import first_line
 from bapipe.torch.checkpoint.checkpoint_manifest import (
     CHECKPOINT_SCHEMA,
@@ -33,6 +35,7 @@ from bapipe.torch.checkpoint.checkpoint_manifest import (
 from bapipe.units import format_bytes
 
 __all__ = [
+    "UNFINISHED",
     "begin_checkpoint",
     "candidates",
     "checkpoints_of",
@@ -48,7 +51,8 @@ __all__ = [
     "set_aside",
 ]
 
-_UNFINISHED = (".partial-", ".removed-")
+UNFINISHED = (".partial-", ".removed-")
+"""what names of folders begin with that are no checkpoints yet, or no longer"""
 
 
 def checkpoints_of(folder: str | Path) -> list[Path]:
@@ -138,9 +142,9 @@ def begin_checkpoint(folder: str | Path, step: int, *, besides: Collection[Path]
     caller holds the folder's lock.
     """
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    _make_folder(target)
     for path in target.iterdir():
-        if path.name.startswith(_UNFINISHED):
+        if path.name.startswith(UNFINISHED):
             discard(path)
     for path in checkpoints_of(target):
         if path in besides or (step_of(path) or 0) < step:
@@ -160,6 +164,16 @@ def begin_checkpoint(folder: str | Path, step: int, *, besides: Collection[Path]
     partial = target / f".partial-{step:08d}"
     partial.mkdir()
     return partial
+
+
+def _make_folder(path: Path) -> None:
+    """With its parents; their names are on disk, too."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        _make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync(path.parent)
 
 
 def set_aside(folder: str | Path, step: int, *, besides: Collection[Path] = ()) -> Path | None:
@@ -195,20 +209,12 @@ def commit_checkpoint(partial: Path, manifest: Manifest) -> Path:
         stream.write(dump_manifest(manifest))
         stream.flush()
         os.fsync(stream.fileno())
-    _sync_folder(partial)
+    sync(partial)
     if os.path.lexists(final):
         raise CheckpointError(f"{final} is there already, and is not replaced; give another folder")
     partial.rename(final)
-    _sync_folder(final.parent)
+    sync(final.parent)
     return final
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def keep_last(folder: str | Path, count: int, *, besides: Collection[Path] = ()) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "MANIFEST",
     "METADATA",
     "SMALL_STATE",
+    "TRAINING",
     "CheckpointError",
     "Manifest",
     "SavedFile",
@@ -42,6 +43,7 @@ _UNVERIFIED_SCHEMA = "bapipe.checkpoint/1"
 MANIFEST = "checkpoint.json"
 METADATA = ".metadata"
 SMALL_STATE = "state.pt"
+TRAINING = "training.json"
 _MANIFEST_LIMIT = 64 * 2**20
 _STEP = re.compile(r"step-(\d{8,18})")
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]")
@@ -80,7 +82,7 @@ class Manifest:
     model: ModelRef
     saved_under: str
     """the plan's kind, schedule and stages, for people; any other plan can read it"""
-    minibatch: int
+    global_batch: int
     microbatch_size: int
     """with another one dropout draws, and batch-norm sees, other micro-batches"""
     saved: tuple[str, ...]
@@ -119,8 +121,9 @@ def dump_manifest(manifest: Manifest) -> str:
     return dump_json(replace(manifest, sha256=_content_digest(plain_values(manifest))))
 
 
-def read_manifest(checkpoint: str | Path) -> Manifest:
-    """The manifest of one checkpoint, all of whose files are there in the right size.
+def read_manifest(checkpoint: str | Path, *, files: bool = True) -> Manifest:
+    """The manifest of one checkpoint, all of whose files are there in the right size; `files` are not looked at
+    if that is False.
 
     UnknownSchemaError if it is of another version of BaPipe, else UnreadableCheckpointError if it cannot be read.
     """
@@ -132,6 +135,10 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
     except FileFormatError as error:
         raise UnreadableCheckpointError(f"{error}; the checkpoint is damaged, use another") from None
     _check(path, manifest)
+    for name, file in manifest.files.items() if files else ():
+        problem = _size_problem(path / name, file)
+        if problem is not None:
+            raise UnreadableCheckpointError(f"{path} is no complete checkpoint: {name} {problem}; use another one")
     return manifest
 
 
@@ -178,7 +185,8 @@ def _refuse(name: str) -> None:
 
 def _upgraded(path: Path, data: dict[str, Any]) -> dict[str, Any]:
     files = data.get("files")
-    if not isinstance(files, dict) or "tensors" in data or "sha256" in data:
+    # It was written before there was any of these.
+    if not isinstance(files, dict) or "tensors" in data or "sha256" in data or TRAINING in files:
         raise UnreadableCheckpointError(f"{path} is damaged: {MANIFEST} is not as it was written; use another one")
     return {**data, "files": {name: {"size": size, "sha256": None} for name, size in files.items()}}
 
@@ -200,17 +208,14 @@ def _check(path: Path, manifest: Manifest) -> None:
             raise UnreadableCheckpointError(
                 f"{path} is damaged: {MANIFEST} lists {ascii(name)[:60]} as no file can be; use another one"
             )
-        try:
-            found = file_size(path / name)
-        except OSError as error:
-            raise UnreadableCheckpointError(
-                f"{path} is no complete checkpoint: {name} cannot be read: {first_line(error)}; use another one"
-            ) from None
-        if found != file.size:
-            raise UnreadableCheckpointError(
-                f"{path} is no complete checkpoint: {name} has {found} bytes instead of {file.size}; use another "
-                "one"
-            )
+
+
+def _size_problem(path: Path, file: SavedFile) -> str | None:
+    try:
+        found = file_size(path)
+    except OSError as error:
+        return f"cannot be read: {first_line(error)}"
+    return None if found == file.size else f"has {found} bytes instead of {file.size}"
 
 
 def step_of(path: Path) -> int | None:

@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from bapipe.errors import BaPipeError, FileFormatError
+from bapipe.records.training_record import TrainingRecord, parse_training
 from bapipe.torch.checkpoint.checkpoint_files import HashedFile, first_line
 from bapipe.torch.checkpoint.checkpoint_manifest import (
     METADATA,
     SMALL_STATE,
+    TRAINING,
     UnreadableCheckpointError,
     fingerprint_of,
     read_manifest,
@@ -47,6 +50,8 @@ class CheckpointReader:
         self.manifest = read_manifest(self.path)
         self._files: dict[str, HashedFile] = {}
         self._small: dict[str, Any] | None = None
+        self.casts = False
+        """whether floating tensors may be read in another dtype than they were saved in"""
         self.metadata = self._parsed_metadata()
         if not self.manifest.verified:
             self.small()  # it says whether there were checksums once
@@ -61,10 +66,25 @@ class CheckpointReader:
             "verified; the next save has them"
         )
 
-    @property
-    def model(self) -> str:
-        """The fingerprint of the saved model's tensors."""
-        return fingerprint_of(described_tensors(self.metadata))
+    def training(self) -> TrainingRecord | None:
+        """What the training was; None: it was saved by a version that did not record it.
+
+        BaPipeError if a newer version wrote it: the record is as it was written, so the checkpoint is not damaged.
+        """
+        if TRAINING not in self.manifest.files:
+            return None
+        where = str(self.path / TRAINING)
+        text = self._guarded(TRAINING, self._bytes(TRAINING).decode)
+        try:
+            return parse_training(text, where=where)
+        except FileFormatError as error:
+            if not self.manifest.verified:
+                raise self._damaged(TRAINING, "cannot be read") from error
+            raise BaPipeError(f"{error}; use the version that wrote {self.path}") from None
+
+    def check(self, pieces: Pieces) -> None:
+        """BaPipeError unless it has all pieces, in the shape of the whole; dtypes are left to `verify`."""
+        check_pieces(self.path, self.metadata, pieces, cast=True)
 
     def small(self) -> dict[str, Any]:
         """What is beside the tensors."""
@@ -84,7 +104,7 @@ class CheckpointReader:
 
     def verify(self, pieces: Pieces) -> None:
         """That all files that these pieces are in are as they were written."""
-        check_pieces(self.path, self.metadata, pieces)
+        check_pieces(self.path, self.metadata, pieces, cast=self.casts)
         for item in boxes_to_read(self.metadata, pieces):
             self._file(self._place(item).relative_path)
 
@@ -97,6 +117,7 @@ class CheckpointReader:
     def read(self, pieces: Pieces) -> None:
         """Fill the pieces; the checkpoint must have them all, in the same dtype and shape of the whole.
 
+        Where it `casts`, floating values are converted.
         Every process reads for itself, and only what it needs.
         """
         self.verify(pieces)

@@ -15,18 +15,19 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
+from bapipe.records.training_record import OptimizerRecord, Setting, TrainingRecord, dump_training
 from bapipe.torch.checkpoint.checkpoint_checks import require_writable
+from bapipe.torch.checkpoint.checkpoint_files import write_hashed
 from bapipe.torch.checkpoint.checkpoint_folder import (
     begin_checkpoint,
     candidates,
@@ -40,28 +41,34 @@ from bapipe.torch.checkpoint.checkpoint_folder import (
     refuse_unread,
     set_aside,
 )
-from bapipe.torch.checkpoint.checkpoint_loading import Loaded, Loading, Stateful
+from bapipe.torch.checkpoint.checkpoint_loading import Here, Loaded, Loading, Stateful
 from bapipe.torch.checkpoint.checkpoint_lock import FolderLock
 from bapipe.torch.checkpoint.checkpoint_manifest import (
     METADATA,
     SMALL_STATE,
+    TRAINING,
     CheckpointError,
     Manifest,
     SavedFile,
     fingerprint_of,
 )
 from bapipe.torch.checkpoint.checkpoint_metadata import parse_metadata
+from bapipe.torch.checkpoint.checkpoint_options import check_accepted
 from bapipe.torch.checkpoint.checkpoint_reader import described_tensors
 from bapipe.torch.checkpoint.rank_consensus import RankConsensus
 from bapipe.torch.checkpoint.tensor_pieces import Piece, PieceFiles, Pieces, PieceWriter, model_name
+from bapipe.torch.checkpoint.training_changes import checked_settings
 from bapipe.torch.checkpoint.training_state import (
+    joined_records,
     model_pieces,
     optimizer_groups,
     optimizer_pieces,
+    optimizer_record,
     random_state,
     write_small,
 )
 from bapipe.torch.comm import guarded
+from bapipe.torch.comm.gloo_groups import gloo_group
 
 if TYPE_CHECKING:
     from bapipe.torch.runtime.pipeline import Pipeline
@@ -91,11 +98,14 @@ class Checkpoints:
         asynchronous: bool = False,
         say: Callable[[str], None] | None = None,
         read_only: bool = False,
+        settings: Mapping[str, Setting] | None = None,
     ) -> None:
         """`keep` is how many complete checkpoints stay; with `asynchronous` files are written while training goes
         on, from a copy in host memory. Where a checkpoint could not be written `say` is called on rank 0, with one
         line; by default it is logged as a warning. BaPipeError, on all ranks, where `folder` cannot be written,
-        unless it is to be `read_only`: then checkpoints are loaded from it and none is saved.
+        unless it is to be `read_only`: then checkpoints are loaded from it and none is saved. `settings` are what
+        else this training goes by, such as a seed of the data: a load says which of them differ. The optimizer's
+        options are recorded as they are now.
         """
         if keep < 1:
             raise BaPipeError(f"at least 1 checkpoint must be kept, got {keep}; raise keep")
@@ -106,15 +116,18 @@ class Checkpoints:
         self._optimizer, self._scheduler, self._scaler = optimizer, scheduler, scaler
         self._keep, self._asynchronous = keep, asynchronous
         self._say = say or _warn
+        self._settings = checked_settings(settings or {})
+        self._goes_by = optimizer_record(optimizer)
+        """class and first options of this rank's optimizer"""
         self._writing: threading.Thread | None = None
         self._outcome: str | BaseException | None = None
         """of the write that the thread has finished: None, why it failed, or what it raised"""
         self._lock: FolderLock | None = None
         self._damaged: set[Path] = set()
         """checkpoints that a load passed over"""
-        with pipe.watch.guard(), guarded(None):
+        with pipe.watch.guard():
             # Its own, so that what is written beside the training does not meet the training's own messages.
-            group = dist.new_group(backend="gloo", timeout=pipe.timeout)
+            group = gloo_group(timeout=pipe.timeout)
             self._ranks = RankConsensus(group, self.folder)
             if not read_only:
                 self._ranks.decided(lambda: require_writable(self.folder))
@@ -167,7 +180,7 @@ class Checkpoints:
         if self.failed is not None:
             raise CheckpointError(self.failed)
 
-    def load(self, checkpoint: str | Path | None = None) -> Loaded | None:
+    def load(self, checkpoint: str | Path | None = None, *, accept_changes: Collection[str] = ()) -> Loaded | None:
         """Go on from a checkpoint, by default the folder's last complete one; None if the folder has none.
 
         All ranks call it, before their first step. The plan may be any plan of the same model. Sets parameters,
@@ -177,7 +190,13 @@ class Checkpoints:
         No value is used before all ranks have verified the files that they read. Of a folder, a damaged checkpoint
         is passed over, on all ranks, for the one before; `say` is called with a line for each. CheckpointError if
         none is left, or if there is one of an unknown schema.
+
+        BaPipeError if the model computes something else than at the save, the optimizer is of another class, or
+        the precision another, unless `accept_changes` has `structure`, `optimizer` (which then begins anew) or
+        `precision` (weights are converted). The optimizer's options are those of the save; with `learning-rate`
+        the rates here stay. `say` is called with a line that names the settings that differ.
         """
+        check_accepted(accept_changes)
         pipe = self._pipe
         with pipe.watch.guard():
             pipe.watch.progress.note("loading a checkpoint")
@@ -186,14 +205,15 @@ class Checkpoints:
             if checkpoint is None:
                 self._ranks.decided(self._take_lock)
             left = iter([source]) if alone else candidates(source, self._say)
-            model = self._model()
+            here = self._here()
             problem = ""
             while (path := self._ranks.decided(lambda: next(left, None))) is not None:
-                loading = Loading(pipe, path, model, self._optimizer, self._scheduler, self._scaler)
+                loading = Loading(pipe, path, here, self._optimizer, self._scheduler, self._scaler, accept_changes)
                 problem = self._ranks.attempted(loading.verify) or self._ranks.attempted(loading.fill)
                 if not problem:
-                    if pipe.rank == 0 and loading.unverified is not None:
-                        self._say(loading.unverified)
+                    self._goes_by = None if self._goes_by is None else loading.optimizer
+                    for line in loading.lines if pipe.rank == 0 else ():
+                        self._say(line)
                     return loading.loaded
                 if alone:
                     raise CheckpointError(problem)
@@ -203,16 +223,31 @@ class Checkpoints:
             self._ranks.decided(lambda: refuse_unread(source, required=checkpoint is not None))
             return None
 
-    def _model(self) -> str:
-        """The fingerprint of the whole model's tensors, of which every rank has some."""
+    def _here(self) -> Here:
+        """The whole model's tensors, of which every rank has some, and what this training is."""
         own = [
             (name, piece.whole, str(piece.tensor.dtype))
             for key, several in model_pieces(self._pipe).items()
             for piece in several
             if (name := model_name(key)) is not None
         ]
-        everywhere = self._ranks.from_all(own)
-        return fingerprint_of({(name, tuple(shape), dtype) for some in everywhere for name, shape, dtype in some})
+        everywhere = self._ranks.from_all((own, self._goes_by))
+        return Here(
+            tensors=frozenset(
+                (name, tuple(shape), dtype) for some, _ in everywhere for name, shape, dtype in some
+            ),
+            training=self._training([record for _, record in everywhere]),
+        )
+
+    def _training(self, optimizers: Sequence[OptimizerRecord | None]) -> TrainingRecord:
+        """What this training is; of the optimizer each rank says its own part."""
+        pipe = self._pipe
+        return TrainingRecord(
+            structure=pipe.structure,
+            precision=pipe.precision,
+            optimizer=joined_records(optimizers),
+            settings={**pipe.settings, **self._settings},
+        )
 
     def _small(self, data: Any) -> dict[str, Any]:
         """What this rank has to say beside its tensors."""
@@ -222,7 +257,7 @@ class Checkpoints:
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "data": data,
-            "optimizer": self._optimizer is not None,
+            "optimizer": self._goes_by,
         }
 
     def _write_aside(self, pieces: Pieces, small: dict[str, Any], step: int) -> None:
@@ -282,8 +317,13 @@ class Checkpoints:
         groups = [group for rank in everywhere for group in rank["groups"]]
         generators = [rank["random"] for rank in everywhere]
         values = {**shared, "groups": groups, "random": generators, "step": step}
+        training = dump_training(self._training([rank["optimizer"] for rank in everywhere]))
         try:
-            self._small_file = write_small(values, partial / SMALL_STATE)
+            size, sha256 = write_hashed(partial / TRAINING, training.encode())
+            self._small_files = {
+                SMALL_STATE: write_small(values, partial / SMALL_STATE),
+                TRAINING: SavedFile(size=size, sha256=sha256),
+            }
         except BaseException:
             discard(partial)
             raise
@@ -302,7 +342,7 @@ class Checkpoints:
             discard(partial)
             return problem
         try:
-            files[SMALL_STATE] = self._small_file
+            files |= self._small_files
             for name, file in files.items():
                 path = partial / name
                 if not path.is_file():
@@ -318,13 +358,13 @@ class Checkpoints:
                 raise CheckpointError(f"{METADATA} {error}; check the disk") from None
             plan, first = self._pipe.plan, everywhere[0]
             saved = [name for name in ("scheduler", "scaler", "data") if first[name] is not None]
-            if any(rank["optimizer"] for rank in everywhere):
+            if any(rank["optimizer"] is not None for rank in everywhere):
                 saved = ["optimizer", *saved]
             manifest = Manifest(
                 step=step,
                 model=plan.model,
                 saved_under=_summary(plan),
-                minibatch=plan.minibatch,
+                global_batch=plan.global_batch,
                 microbatch_size=plan.microbatch_size,
                 saved=tuple(saved),
                 aliases=self._pipe.aliases,

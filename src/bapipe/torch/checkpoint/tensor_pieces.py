@@ -181,14 +181,19 @@ def saved_tensor(metadata: Metadata, key: str) -> TensorStorageMetadata | None:
     return found if isinstance(found, TensorStorageMetadata) else None
 
 
-def check_pieces(checkpoint: str | Path, metadata: Metadata, pieces: Pieces) -> None:
-    """BaPipeError unless the checkpoint has all pieces, in the same dtype and shape of the whole."""
+def check_pieces(checkpoint: str | Path, metadata: Metadata, pieces: Pieces, *, cast: bool = False) -> None:
+    """BaPipeError unless the checkpoint has all pieces, in the same dtype and shape of the whole.
+
+    With `cast` one floating dtype may stand for another.
+    """
     for key, wanted in pieces.items():
         saved = saved_tensor(metadata, key)
         if saved is None:
             raise BaPipeError(f"{checkpoint} has no '{_plain(key)}'; give a checkpoint of this model")
         for piece in wanted:
-            if tuple(saved.size) != piece.whole or saved.properties.dtype != piece.tensor.dtype:
+            was, now = saved.properties.dtype, piece.tensor.dtype
+            same = was == now or (cast and was.is_floating_point and now.is_floating_point)
+            if tuple(saved.size) != piece.whole or not same:
                 raise BaPipeError(
                     f"'{_plain(key)}' is {_described(saved.size, saved.properties.dtype)} in {checkpoint} and "
                     f"{_described(piece.whole, piece.tensor.dtype)} here; give a checkpoint of this model"

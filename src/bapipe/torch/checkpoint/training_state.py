@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import random
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from bapipe.errors import BaPipeError
+from bapipe.records.training_record import OptimizerRecord
 from bapipe.torch.capturing.stage_module import Slice
-from bapipe.torch.checkpoint.checkpoint_files import HashingStream
+from bapipe.torch.checkpoint.checkpoint_files import write_hashed
 from bapipe.torch.checkpoint.checkpoint_manifest import SavedFile
 from bapipe.torch.checkpoint.tensor_pieces import (
     Piece,
@@ -26,20 +27,28 @@ from bapipe.torch.checkpoint.tensor_pieces import (
     piece_of,
     saved_tensor,
 )
+from bapipe.torch.inputs.master_weights import MasterWeights
 
 if TYPE_CHECKING:
     from bapipe.torch.runtime.pipeline import Pipeline
 
 __all__ = [
+    "joined_records",
     "model_pieces",
     "optimizer_groups",
     "optimizer_pieces",
+    "optimizer_record",
     "optimizer_room",
     "random_state",
     "set_random_state",
     "write_small",
 ]
 
+_NO_OPTIONS = frozenset(
+    ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+)
+"""entries of a parameter group that say which parameters, or how a step is computed, and not what"""
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 Named = dict[int, tuple[str, Slice | None]]
 """id of a parameter -> its name, and which part of it is here"""
 
@@ -118,6 +127,36 @@ def optimizer_groups(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) ->
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({"options": options, "names": list(names), "plain": plain})
     return groups
+
+
+def optimizer_record(optimizer: torch.optim.Optimizer | None) -> OptimizerRecord | None:
+    """Class and options of an optimizer, whatever parameters it has; None where there is none."""
+    if optimizer is None:
+        return None
+    masters = isinstance(optimizer, MasterWeights)
+    kind = type(optimizer.stepped_by if isinstance(optimizer, MasterWeights) else optimizer)
+    options: dict[str, tuple[str, ...]] = {"master_weights": (str(masters),)}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name not in _NO_OPTIONS:
+                options[name] = tuple(sorted({*options.get(name, ()), _shown(value)}))
+    return OptimizerRecord(name=f"{kind.__module__}.{kind.__qualname__}", options=options)
+
+
+def joined_records(records: Sequence[OptimizerRecord | None]) -> OptimizerRecord | None:
+    """One for all ranks, of which each has its own parameters and groups."""
+    known = [record for record in records if record is not None]
+    if not known:
+        return None
+    options: dict[str, tuple[str, ...]] = {}
+    for record in known:
+        for name, values in record.options.items():
+            options[name] = tuple(sorted({*options.get(name, ()), *values}))
+    return OptimizerRecord(name=", ".join(sorted({record.name for record in known})), options=options)
+
+
+def _shown(value: Any) -> str:
+    return _ADDRESS.sub("", repr(value.tolist() if isinstance(value, Tensor) else value))[:200]
 
 
 def optimizer_room(
@@ -215,12 +254,5 @@ def write_small(values: Mapping[str, Any], path: Path) -> SavedFile:
             f"the state of scheduler, scaler, data or optimizer groups holds what cannot be saved ({first}); "
             "use plain values and tensors"
         ) from error
-    written: list[SavedFile] = []
-
-    def note(_: str, size: int, sha256: str) -> None:
-        written.append(SavedFile(size=size, sha256=sha256))
-
-    with HashingStream(path, note) as stream:
-        stream.write(buffer.getbuffer())
-        os.fsync(stream.fileno())
-    return written[0]
+    size, sha256 = write_hashed(path, buffer.getbuffer())
+    return SavedFile(size=size, sha256=sha256)

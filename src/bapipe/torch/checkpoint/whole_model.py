@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 
 from bapipe.errors import BaPipeError
+from bapipe.io.files import replace_file
+from bapipe.records.training_record import TrainingRecord
 from bapipe.torch.checkpoint.checkpoint_folder import (
     candidates,
     disk_problem,
@@ -64,6 +65,10 @@ class CheckpointState(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def training(self) -> TrainingRecord | None:
+        """What the training was; None: it was saved by a version that did not record it."""
+        return self._reader.training()
+
     def optimizer(self) -> Iterator[tuple[str, str, Tensor]]:
         """Parameter, entry and whole tensor of the optimizer's state."""
         for key in self._metadata.state_dict_metadata:
@@ -114,19 +119,8 @@ def export_safetensors(checkpoint: str | Path, out: str | Path) -> Path:
         raise BaPipeError("a safetensors file needs safetensors; pip install safetensors") from error
     state, target = CheckpointState(checkpoint, pass_over=True), Path(out)
     tensors = dict(state.items())
-    temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.resolve().parent, prefix=f".{target.name[:60]}-")
-        os.close(handle)
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        with open(temporary, "rb") as stream:
-            os.fsync(stream.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
+        replace_file(target, lambda temporary: save_file(tensors, temporary, metadata={"format": "pt"}))
     except Exception as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise BaPipeError(f"{target} cannot be written: {disk_problem(error, target.resolve().parent)}") from error
     return state.path

@@ -13,6 +13,7 @@ from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.torch.comm.channel import Message, P2PChannel, Transport
 from bapipe.torch.comm.gloo import GlooTransport
+from bapipe.torch.comm.gloo_groups import gloo_group
 from bapipe.torch.comm.ipc import IpcTransport, ipc_problem
 from bapipe.torch.comm.nccl import NcclTransport, nccl_group, nccl_problem
 from bapipe.torch.comm.packing import packed_size
@@ -51,8 +52,7 @@ class Connection:
         """A process group to sum over those ranks. Collective: every rank of the default group makes it."""
         if self.sums == "nccl":
             return nccl_group(ranks, device)
-        group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
-        return group
+        return gloo_group(ranks, timeout=timeout)
 
 
 def candidates(places: Sequence[Place], *, nccl: bool) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.torch.comm.channel import guarded
+from bapipe.torch.comm.gloo_groups import gloo_group
 
 __all__ = ["Posts"]
 
@@ -30,8 +31,7 @@ class Posts:
 
     def __init__(self, timeout: float) -> None:
         """Collective: every rank of the default group makes one, within `timeout` seconds."""
-        with guarded(None):
-            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
+        self._group = gloo_group(timeout=datetime.timedelta(seconds=timeout))
 
     def send(self, value: Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to send; keep both the tensor and the work until `wait`."""

@@ -333,6 +333,8 @@ class CompiledLayers:
         """the model's inputs that the layers take, in the order in which they are given"""
         self.deferred: list[DeferredGradients] | None = None
         """where backwards of the forwards from now on leave their weight gradients; None: they compute them"""
+        self.on_layer: Callable[[str, tuple[Any, ...]], None] | None = None
+        """called with every layer's name and what it made; None: nobody looks"""
 
     def __call__(self, _stage: Stage, position: Position | None, *values: Any) -> tuple[Any, ...]:
         count = len(values) - len(self.roots)
@@ -340,6 +342,8 @@ class CompiledLayers:
         made: tuple[Any, ...] = tuple(values[:count])
         for piece in self._pieces:
             made = piece(made, roots, position, self.deferred)
+            if self.on_layer is not None:
+                self.on_layer(piece.name, made)
         return made
 
 

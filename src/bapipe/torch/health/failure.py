@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from pathlib import Path
 from bapipe.errors import BaPipeError
 from bapipe.io.decode import decode
 from bapipe.io.files import dump_json, load_json, write_text
+from bapipe.torch.health.rank_end import RankEnd, signal_name
 from bapipe.torch.health.rank_status import located, progress_file, read_progress
 
 __all__ = [
@@ -28,11 +27,6 @@ __all__ = [
     "write_failure",
     "write_finished",
 ]
-
-_ENDED = re.compile(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+) ", re.MULTILINE)
-"""two lines of torchrun's summary of each rank that failed"""
-_STOPPED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
-"""torchrun's last line when a signal stopped it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +42,9 @@ class Failure:
     reason: str
     lost: bool = False
     """whether the rank cannot say so itself: it has gone or does not answer"""
+    slowed: float = 0.0
+    """how many times as long as expected the rank computes, where the run ended to be planned again for that; 0:
+    it did not"""
     code: int = 1
     """exit code: 2 for what the user gave, 128 + its number where a signal stopped the run, else 1; never 0"""
     table: str = ""
@@ -76,12 +73,12 @@ class RunError(BaPipeError):
 
 def write_failure(failure: Failure, folder: Path, *, by: int) -> None:
     """Leave word for the launcher; `by` is the rank that leaves it, who may have it from another."""
-    write_text(folder / f"failure-{by}.json", dump_json(failure))
+    write_text(folder / f"failure-{by}.json", dump_json(failure), durable=False)
 
 
 def write_finished(folder: Path, *, by: int) -> None:
     """A rank has done all it was started for; the launcher believes no other sign of success."""
-    write_text(folder / f"finished-{by}", "")
+    write_text(folder / f"finished-{by}", "", durable=False)
 
 
 def forget_notes(folder: Path, *, by: int) -> None:
@@ -122,61 +119,60 @@ def read_failures(folder: Path, *, ranks: int) -> list[Failure]:
 
 
 def explain(
-    folder: Path, *, stages: Sequence[Sequence[int]], host: str, summary: str, code: int
+    folder: Path, *, stages: Sequence[Sequence[int]], host: str, ends: Sequence[RankEnd]
 ) -> Failure | None:
     """Why the run failed, from what the ranks left in the folder; None if all of them have finished.
 
-    `stages` are each rank's, `summary` is what torchrun said, `code` how it ended. A rank that failed of itself
-    comes before what happened to torchrun, then those that lost a rank, and what torchrun knows of a rank's end
-    before what others could see of it.
+    `stages` are each rank's, `ends` how each ended, in that order. A rank that failed of itself comes first,
+    unless another ended before without a word; then those that do not answer. What the launcher knows of a rank's
+    end comes before what others could see of it.
     """
-    failures, signals = read_failures(folder, ranks=len(stages)), _killed(summary)
+    failures = read_failures(folder, ranks=len(stages))
+    gone = next((end for end in ends if _left_no_word(folder, end)), None)
     own = next((failure for failure in failures if not failure.lost), None)
-    if own is not None:
+    if own is not None and (gone is None or own.at <= gone.at):
         return own
-    if code < 0:
-        return _unseen(0, "", f"torchrun was killed by {_name(-code)}, and its ranks with it")
-    stopped = _STOPPED.findall(summary) if code else []
+    first = next((failure for failure in failures if failure.lost), None)
+    if first is not None and (gone is None or first.table):
+        return first
+    if gone is not None:
+        noticed = next((failure for failure in failures if failure.rank == gone.rank), None)
+        where = _where(folder, gone.rank, stages=stages, host=host) if noticed is None else noticed.where
+        by = "" if noticed is None else f"; rank {noticed.by} noticed"
+        return replace(_unseen(gone.rank, where, f"{_how(gone)}{by}"), lost=bool(gone.killed_by))
+    stopped = [end for end in ends if end.stopped]
     if stopped:
-        reason = f"stopped by {_name(int(stopped[-1]))}, sent to torchrun"
-        return replace(_unseen(0, "", reason), code=128 + int(stopped[-1]))
-    if failures:
-        first = failures[0]
-        if first.rank not in signals or first.table:
-            return first
-        noticed = f"was killed by {signals[first.rank]}; rank {first.by} noticed"
-        return replace(first, reason=noticed)
-    if code == 0:
-        missing = [rank for rank in range(len(stages)) if not (folder / f"finished-{rank}").exists()]
-        if not missing:
-            return None
-        where = located(None, missing[0], stages=stages[missing[0]], host=host)
-        return _unseen(missing[0], where, "ended before it had finished, with code 0")
-    if signals:
-        rank = min(signals)
-        known = read_progress(progress_file(folder, rank))
-        at, stage = ("starting up", None) if known is None else known[:2]
-        own_stages = [stage] if stage is not None else stages[rank] if rank < len(stages) else ()
-        where = f"{located(None, rank, stages=own_stages, host=host)}, {at}"
-        return replace(_unseen(rank, where, f"was killed by {signals[rank]}"), lost=True)
-    last = (summary.strip().splitlines() or ["it said nothing"])[-1]
-    return _unseen(0, "", f"torchrun ended with code {code}: {last[:300]}")
+        others = "".join(f", as was rank {end.rank}" for end in stopped[1:])
+        where = _where(folder, stopped[0].rank, stages=stages, host=host)
+        reason = f"was stopped by a signal for {stopped[0].stopped:.0f} s{others}"
+        return replace(_unseen(stopped[0].rank, where, reason), lost=True)
+    told = next((end for end in ends if end.code), None)
+    if told is None:
+        return None
+    return _unseen(told.rank, _where(folder, told.rank, stages=stages, host=host), _how(told))
+
+
+def _left_no_word(folder: Path, end: RankEnd) -> bool:
+    """Whether a rank ended of itself, before it had finished, and could not say why."""
+    said = any((folder / name).exists() for name in (f"failure-{end.rank}.json", f"finished-{end.rank}"))
+    return not end.told and not said
+
+
+def _how(end: RankEnd) -> str:
+    if end.code == 0:
+        return "ended before it had finished, with code 0"
+    if end.code < 0:
+        return f"was killed by {signal_name(-end.code)}"
+    return f"ended with code {end.code}" + (f": {end.said}" if end.said else "")
+
+
+def _where(folder: Path, rank: int, *, stages: Sequence[Sequence[int]], host: str) -> str:
+    """The rank, its host, stage and what it was at when it ended."""
+    known = read_progress(progress_file(folder, rank))
+    at, stage = ("starting up", None) if known is None else known[:2]
+    own = [stage] if stage is not None else stages[rank] if rank < len(stages) else ()
+    return f"{located(None, rank, stages=own, host=host)}, {at}"
 
 
 def _unseen(rank: int, where: str, reason: str) -> Failure:
     return Failure(rank=rank, by=rank, where=where, reason=reason, at=time.time())
-
-
-def _killed(summary: str) -> dict[int, str]:
-    """Ranks that torchrun saw killed, except by its own SIGTERM, with the signal's name."""
-    found = {}
-    for rank, code in _ENDED.findall(summary):
-        number = -int(code)
-        if number > 0 and number != signal.SIGTERM:
-            found[int(rank)] = _name(number)
-    return found
-
-
-def _name(number: int) -> str:
-    known = number in {int(item) for item in signal.Signals}
-    return signal.Signals(number).name if known else f"signal {number}"

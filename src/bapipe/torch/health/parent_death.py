@@ -2,8 +2,7 @@
 
 On Linux the kernel ends it (PR_SET_PDEATHSIG), at once and whatever it is at; elsewhere, and in a user's own
 script, a thread looks twice a second whether the parent is still the same. The kernel's signal comes when the
-*thread* that started the process ends: `bapipe run` waits for torchrun in the thread that started it, and torchrun
-starts its ranks from its main thread.
+*thread* that started the process ends: `bapipe run` waits for its ranks in the thread that started them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["end_with_parent", "noted_parent", "watch_parent", "write_parent"]
 _parent = os.getppid()
 """the process that started this one; its number when this module was imported"""
 _PR_SET_PDEATHSIG = 1
-_FILE = "torchrun"
+_FILE = "launcher"
 _LOOK = 0.5
 """seconds between two looks at the parent"""
 _watched = threading.Lock()
@@ -44,14 +43,14 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def write_parent(process: int, folder: Path) -> None:
-    """Leave for ranks, in the launcher's folder for notes, the number of the torchrun that starts them."""
+    """Leave for ranks, in the launcher's folder for notes, the number of the process that starts them."""
     (folder / _FILE).write_text(str(process), encoding="ascii")
 
 
 def noted_parent(arguments: Sequence[str]) -> int | None:
     """What `write_parent` wrote in the folder that a rank is given by `--notes`; None if it is given none.
 
-    Where the folder is no more, 0, which is nobody's parent: the launcher removes it when torchrun has ended.
+    Where the folder is no more, 0, which is nobody's parent: the launcher removes it when the ranks have ended.
     """
     if "--notes" not in arguments[:-1]:
         return None

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bapipe.torch.comm.rank_agreement import machine_name
-
 __all__ = ["end_process", "has_ended", "on_termination", "own_machine", "own_process"]
 
 _NAME = re.compile(r"([1-9]\d{0,9}) (\d{0,20})")
 """of a process: its number and its start, which not every system has"""
 _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-"""what torchrun gives all its ranks and nobody else"""
+"""what torchrun, or the launcher of a local run, gives all its ranks and nobody else"""
 _handled: dict[int, Any] = {}
 """signals that `on_termination` listens for, and what handled them before"""
 
 
 def own_machine() -> str:
     """The same for all who see the same processes: one boot of a machine, one namespace of process numbers."""
+    from bapipe.torch.comm.rank_agreement import machine_name  # here, because it imports torch, and a launcher not
+
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -68,8 +68,8 @@ def has_ended(process: str) -> bool:
 def end_process(process: str) -> bool:
     """Kill another rank of this run, as it named itself; returns whether it was done.
 
-    The name comes from a store that others may write to. So it must be a process of this user that the same
-    torchrun has started for the same run, and the system must distinguish it from a later one of the same number.
+    The name may come from a store that others can write to. So it must be a process of this user that the same
+    launcher has started for the same run, and the system must distinguish it from a later one of the same number.
     """
     named = _NAME.fullmatch(process)
     if named is None or not named[2] or not hasattr(os, "pidfd_open"):

@@ -1,7 +1,7 @@
 """Every rank watches the others: one that fails ends all of them within seconds, and each says on one line why.
 
-Twice a second a rank writes into the store that the ranks met by (torchrun's, or rank 0's) what it does and whom
-it waits for, and looks whether any rank has failed. A rank that fails, or loses a neighbour, leaves word there
+Twice a second a rank writes into the store of the run (`bapipe.torch.health.rank_store`) what it does and whom it
+waits for, and looks whether any rank has failed. A rank that fails, or loses a neighbour, leaves word there
 first. A rank that is killed says nothing: who lost it names it, with the last that was heard of it, which on one
 machine is exact (`bapipe.torch.health.rank_status.Progress`).
 
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from bapipe.io.files import dump_json
+from bapipe.io.run_folder import RUN_FOLDER, RUN_ID
 from bapipe.torch.comm import LinkError
 from bapipe.torch.health.failure import Failure, RunError
 from bapipe.torch.health.parent_death import watch_parent
@@ -48,7 +49,7 @@ from bapipe.torch.health.rank_status import (
     located,
     status_table,
 )
-from bapipe.torch.health.rank_store import RankStore
+from bapipe.torch.health.rank_store import RankStore, connect_store
 from bapipe.torch.stage.error_context import ActionError, one_line
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ class Watch:
     ) -> None:
         """`stages` are those of every rank. `report` is called where another rank's failure ends this one.
 
-        Without a store to meet at (see `RankStore`) a rank knows of its neighbours only. `signals` end this rank,
-        and are said to do so where they come from a failure; see `stops_later`. A rank of torchrun ends with it.
+        Without a store to meet at (see `connect_store`) a rank knows of its neighbours only. `signals` end this
+        rank, and are said to do so where they come from a failure; see `stops_later`. A rank ends with its
+        launcher.
         """
         self.rank = dist.get_rank()
         self.stops_later = False
@@ -99,16 +101,18 @@ class Watch:
         self._reported = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        store = RankStore.connect()
+        store = connect_store()
         self._notes = RankNotes(store, ranks=len(self._stages), status=self._status, own_file=self.progress.path)
-        looking = None if store is None else RankStore.connect()
+        looking = None if store is None else connect_store()
         if looking is not None:
             hide_reported_errors()
+            with contextlib.suppress(RuntimeError):  # now, should this process end before the thread runs
+                looking.write(f"at/{self.rank}", dump_json(self._status()))
             self._thread = threading.Thread(target=self._look, args=(looking,), name="bapipe watch", daemon=True)
             self._thread.start()
         if looking is not None or len(signals) > 1:
             on_termination(self._terminated, signals)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if RUN_ID in os.environ:
             watch_parent(self._abandoned)
         atexit.register(self.close)
 
@@ -147,7 +151,7 @@ class Watch:
             raise RunError(failure, reported=failure.lost or failure.rank != self.rank) from error
         except RunError:
             raise
-        except Exception as error:
+        except BaseException as error:
             self._notes.write_last_words(self.rank, one_line(error))
             raise
 
@@ -197,22 +201,30 @@ class Watch:
         return self._failure(rank, self._notes.statuses().get(rank), reason)
 
     def _give_up(self, peer: int | None) -> Failure:
-        """A rank did not answer in time. One that is stopped is ended, if it is here: torchrun would wait 30 s."""
+        """A rank did not answer in time. Those that are stopped are ended, if they are here: torchrun would wait
+        30 s for them."""
         seen, now = self._notes.statuses(), time.time()
+        silent = [rank for rank, status in sorted(seen.items()) if now - status.said > QUIET]
         rank = culprit(seen, peer, now=now)
-        failure = self._notes.agree(self._late(rank, seen, now))
-        status = None if rank is None else seen.get(rank)
-        if status is not None and status.machine == self._machine and now - status.said > QUIET:
-            end_process(status.process)
+        if rank is None and silent:
+            rank = silent[0]
+        failure = self._notes.agree(self._late(rank, seen, now, also=[item for item in silent if item != rank]))
+        for item in silent:
+            if seen[item].machine == self._machine:
+                end_process(seen[item].process)
         return failure
 
-    def _late(self, rank: int | None, seen: Mapping[int, Status], now: float) -> Failure:
+    def _late(
+        self, rank: int | None, seen: Mapping[int, Status], now: float, *, also: Sequence[int] = ()
+    ) -> Failure:
         table = status_table(seen, now=now) if seen else ""
         if rank is None or rank == self.rank:
             return self._failure(
                 self.rank, self._status(), f"another rank did not answer for {self._timeout:g} s", table=table
             )
-        reason = f"does not answer; rank {self.rank} waited {self._timeout:g} s"
+        nor = "nor do ranks" if len(also) > 1 else "nor does rank"
+        others = f", {nor} {' and '.join(map(str, also))}" if also else ""
+        reason = f"does not answer{others}; rank {self.rank} waited {self._timeout:g} s"
         return self._failure(rank, seen.get(rank), reason, table=table)
 
     def _status(self) -> Status:
@@ -319,6 +331,7 @@ class Watch:
         leave(128 + number)
 
     def _abandoned(self) -> None:
-        """torchrun has ended without its ranks, and with it the store."""
-        _logger.error("rank %d ends, because torchrun, which started it, has ended", self.rank)
+        """torchrun, or bapipe launch, has ended without its ranks, and with it the store."""
+        started_by = "bapipe" if RUN_FOLDER in os.environ else "torchrun"
+        _logger.error("rank %d ends, because %s, which started it, has ended", self.rank, started_by)
         leave(1)

@@ -83,9 +83,9 @@ def build_model(
     torch.manual_seed(seed)
     try:
         built = function(**model.args)
-    except BaPipeError:
+    except (BaPipeError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # sys.exit() of a script that was written to be run
         given = ", ".join(f"{key}={value!r}" for key, value in model.args.items())
         raise BaPipeError(
             f"'{model.ref[:100]}' called with ({given[:200]}) failed: {type(error).__name__}: "
@@ -169,7 +169,9 @@ def _import(ref: str) -> tuple[ModuleType, Callable[..., Any]]:
             f"'{ref[:100]}' cannot be imported: {error}; run in its folder, put it beside the plan or on "
             "PYTHONPATH"
         ) from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise BaPipeError(
             f"'{ref[:100]}' cannot be imported: {type(error).__name__}: {_first_line(error)}; correct {name[:99]}"
         ) from error

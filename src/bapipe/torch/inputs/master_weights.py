@@ -34,6 +34,11 @@ class MasterWeights(torch.optim.Optimizer):
         self._weights = parameters
         self._keep()
 
+    @property
+    def stepped_by(self) -> torch.optim.Optimizer:
+        """The optimizer of the copies."""
+        return self._inner
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step of the copies by the weights' gradients. Gradients in fp32 are there for that time only."""

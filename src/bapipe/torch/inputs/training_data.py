@@ -23,31 +23,31 @@ Batches = Callable[[int], tuple[Any, Any]]
 """step -> (inputs, target); always the same, on every rank and however the model is cut"""
 
 
-def batches_for(built: BuiltModel, data: str, *, minibatch: int, seed: int) -> Batches:
+def batches_for(built: BuiltModel, data: str, *, global_batch: int, seed: int) -> Batches:
     """Global batches for a model; floating inputs have the dtype of its example."""
     if data == "digits":
-        return _digits(built, minibatch, seed)
+        return _digits(built, global_batch, seed)
     if data != "synthetic":
         raise BaPipeError(f"unknown data '{data[:40]}'{nearest(data, DATA)}; known: {', '.join(DATA)}")
     if built.make_batch is None:
-        return _of_example(built, minibatch, seed)
+        return _of_example(built, global_batch, seed)
     make_batch = built.make_batch
 
     def make(step: int) -> tuple[Any, Any]:
-        inputs, target = built.as_call(make_batch(seed + 1 + step, minibatch))
-        _check_samples(built, (inputs, target), minibatch)
+        inputs, target = built.as_call(make_batch(seed + 1 + step, global_batch))
+        _check_samples(built, (inputs, target), global_batch)
         return _as_example(built, inputs), target
 
     return make
 
 
-def _check_samples(built: BuiltModel, batch: Any, minibatch: int) -> None:
+def _check_samples(built: BuiltModel, batch: Any, global_batch: int) -> None:
     """Refuse a batch of which no tensor has the samples that were asked for."""
     tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    wrong = [leaf for leaf in tensors if len(leaf) != minibatch]
+    wrong = [leaf for leaf in tensors if len(leaf) != global_batch]
     if len(wrong) == len(tensors):
         got = f"shape {tuple(wrong[0].shape)}" if wrong else "no tensor"
-        raise BaPipeError(f"{built.where}.make_batch was asked for {minibatch} samples, got {got}")
+        raise BaPipeError(f"{built.where}.make_batch was asked for {global_batch} samples, got {got}")
 
 
 def _leaves(batch: Any) -> list[Any]:
@@ -62,7 +62,7 @@ def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _of_example(built: BuiltModel, minibatch: int, seed: int) -> Batches:
+def _of_example(built: BuiltModel, global_batch: int, seed: int) -> Batches:
     """Samples of the example, drawn at random: what a model that returns its loss can be tried with."""
     if built.loss is not None:
         raise BaPipeError(
@@ -73,7 +73,7 @@ def _of_example(built: BuiltModel, minibatch: int, seed: int) -> Batches:
 
     def make(step: int) -> tuple[Any, Any]:
         generator = torch.Generator().manual_seed(seed + 1 + step)
-        chosen = torch.randint(examples.batch, (minibatch,), generator=generator)
+        chosen = torch.randint(examples.batch, (global_batch,), generator=generator)
         leaves = [
             leaf.detach()[chosen.to(leaf.device)] if batched else leaf
             for leaf, batched in zip(examples.leaves, examples.batched, strict=True)
@@ -98,7 +98,7 @@ def _as_example(built: BuiltModel, inputs: Any) -> Any:
     return unflatten(changed, structure)
 
 
-def _digits(built: BuiltModel, minibatch: int, seed: int) -> Batches:
+def _digits(built: BuiltModel, global_batch: int, seed: int) -> Batches:
     """1797 images of 8 × 8 in ten classes, in a random order that is used up before the next begins."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
@@ -113,7 +113,7 @@ def _digits(built: BuiltModel, minibatch: int, seed: int) -> Batches:
     classes = torch.from_numpy(found.target).long()
 
     def make(step: int) -> tuple[Any, Any]:
-        wanted = torch.arange(step * minibatch, (step + 1) * minibatch)
+        wanted = torch.arange(step * global_batch, (step + 1) * global_batch)
         rounds = wanted // len(images)
         chosen = torch.empty_like(wanted)
         for epoch in sorted(set(rounds.tolist())):

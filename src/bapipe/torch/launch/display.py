@@ -31,7 +31,7 @@ class Display:
         tensorboard: Path | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        self._minibatch = plan.minibatch
+        self._global_batch = plan.global_batch
         self._predicted = plan.prediction.time
         self._steps = steps
         self._json = as_json
@@ -54,7 +54,7 @@ class Display:
             "step": record.step,
             "loss": record.loss if record.loss is not None and math.isfinite(record.loss) else None,
             "seconds": record.seconds,
-            "samples_per_second": self._minibatch / record.seconds,
+            "samples_per_second": self._global_batch / record.seconds,
             "bubble": bubble,
             "measured_over_predicted": record.seconds / self._predicted,
         }

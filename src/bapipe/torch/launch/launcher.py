@@ -1,4 +1,4 @@
-"""Starts a run on this machine: torchrun with one process per rank, and one line if it fails. Imports no torch."""
+"""Starts a run on this machine: one process per rank, and one line if it fails. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +17,9 @@ from bapipe.records.plan import Plan, read_plan
 from bapipe.torch.checkpoint.checkpoint_checks import check_saving
 from bapipe.torch.checkpoint.checkpoint_folder import latest
 from bapipe.torch.health.failure import Failure, explain
-from bapipe.torch.health.parent_death import write_parent
+from bapipe.torch.launch.local_ranks import run_local, shared_folder
 from bapipe.torch.launch.run_options import RunOptions
-from bapipe.torch.launch.supervise import Ended, grace, supervise
+from bapipe.torch.launch.supervise import Ended, grace
 from bapipe.torch.runtime.plan_checks import (
     RunnablePlan,
     check_plan,
@@ -42,8 +41,12 @@ __all__ = [
     "worker_arguments",
 ]
 
-_MARK = "\x1f"
-"""torchrun puts this before what a rank writes on standard error, to tell it from what torchrun itself writes"""
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+"""torch's own log of NCCL and gloo, which tells of a lost rank in stack traces of every other; the runtime has a
+line for it"""
+_LATER = 3.0
+"""seconds after the timeout, at which ranks notice one that does not answer, in which the launcher leaves it to
+them"""
 
 
 def check_run(plan_path: str | Path, options: RunOptions) -> RunnablePlan:
@@ -93,7 +96,7 @@ def check_gpus(plan: Plan, device: str | None) -> None:
 
 
 def worker_arguments(plan_path: str | Path, options: RunOptions) -> list[str]:
-    """What torchrun is given to start a rank of this run."""
+    """What Python, or torchrun, is given to start a rank of this run."""
     return ["-m", "bapipe.torch.launch.worker", str(plan_path), options.to_json()]
 
 
@@ -116,7 +119,9 @@ def launch(plan_path: str | Path, options: RunOptions, *, restarts: int = 0) -> 
 def run_checked(runnable: RunnablePlan, plan_path: str | Path, options: RunOptions, *, restarts: int = 0) -> int:
     """As `launch`, of what `check_run` and `check_here` have accepted."""
     done = 0
-    while (failure := attempt(runnable, worker_arguments(plan_path, options))) is not None:
+    while (
+        failure := attempt(runnable, worker_arguments(plan_path, options), timeout=options.timeout)
+    ) is not None:
         if done == restarts or not _may_pass(failure):
             print_line(failure)
             return failure.code
@@ -138,22 +143,17 @@ def _restart(options: RunOptions, number: int, restarts: int) -> str:
     return f"restart {number} of {restarts}, {start}"
 
 
-def attempt(runnable: RunnablePlan, arguments: Sequence[str]) -> Failure | None:
+def attempt(runnable: RunnablePlan, arguments: Sequence[str], *, timeout: float) -> Failure | None:
     """Start the ranks of a plan with these arguments and wait; why it failed, or None.
 
-    Where a signal stops this process it says so and raises, as `launch`.
+    `timeout` is how long they wait for each other; where all of them are stopped, the launcher ends them a little
+    later. Where a signal stops this process it says so and raises, as `launch`.
     """
     stages = runnable.stages_by_rank()
-    with tempfile.TemporaryDirectory(prefix="bapipe-run-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        logs = ["--tee", "2", "--log-dir", name]
-        ended = supervise(
-            [*_torchrun(len(stages)), *logs, *arguments, "--notes", name],
-            _environment(len(stages)),
-            started=lambda process: write_parent(process, folder),
-            keeps=_is_torchruns,
-        )
-        failure = explain(folder, stages=stages, host=socket.gethostname(), summary=ended.output, code=ended.code)
+    with shared_folder() as folder:
+        program = [*arguments, "--notes", str(folder)]
+        ended = run_local(len(stages), program, folder, _environment(len(stages)), patience=timeout + _LATER)
+        failure = explain(folder, stages=stages, host=socket.gethostname(), ends=ended.ranks)
     if ended.stopped_by is not None:
         _stop(ended, "" if failure is None or failure.code <= 128 else failure.line)
     return failure
@@ -178,31 +178,26 @@ def print_line(failure: Failure) -> None:
 
 
 def start_script(ranks: int, program: Sequence[str]) -> int:
-    """Start a user's own script on this machine, one process per rank, and return torchrun's exit code."""
+    """Start a user's own script on this machine, one process per rank.
+
+    Returns 0, or 1 where a rank failed, of which a line is printed.
+    """
     if not Path(program[0]).is_file():
         raise BaPipeError(f"there is no script {program[0]}; check the path")
-    ended = supervise([*_torchrun(ranks), *program], _environment(ranks))
+    with shared_folder() as folder:
+        ended = run_local(ranks, program, folder, _environment(ranks), labelled=False)
     if ended.stopped_by is not None:
         _stop(ended)
-    return ended.code if ended.code >= 0 else 128 - ended.code
-
-
-def _torchrun(ranks: int) -> list[str]:
-    options = ["--standalone", "--local-addr", "127.0.0.1"]
-    return [*options, "--nproc-per-node", str(ranks), "--monitor-interval", "0.5"]
+    if not ended.failed:
+        return 0
+    first = next((end for end in ended.failed if not end.told), ended.failed[0])
+    how = f"was killed by {first.killed_by}" if first.killed_by else f"ended with code {first.code}"
+    print(f"bapipe: rank {first.rank} {how}", file=sys.stderr)
+    return 1
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    ours = {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
-    if sys.platform == "linux":
-        ours["GLOO_SOCKET_IFNAME"] = ours["NCCL_SOCKET_IFNAME"] = "lo"
+    ours = {"OMP_NUM_THREADS": str(threads_per_rank(ranks)), **_QUIET}
+    ours["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     inherited = {name: value for name, value in os.environ.items() if name != "BAPIPE_NODE"}
-    return {**ours, **inherited, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{_MARK}rank ${{rank}}: "}
-
-
-def _is_torchruns(line: str) -> bool:
-    """Whether a line on standard error is torchrun's own; what ranks write there is passed on."""
-    if line.startswith(_MARK):
-        print(line.removeprefix(_MARK), end="", file=sys.stderr, flush=True)
-        return False
-    return True
+    return {**ours, **inherited}

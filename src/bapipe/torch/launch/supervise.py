@@ -1,135 +1,180 @@
-"""torchrun under `bapipe run`: what stops the one stops the other, and nothing that was started stays.
+"""The ranks of a local run under their launcher: what stops the one stops the others, and nothing stays.
 
-SIGTERM, SIGHUP and SIGINT are passed on to torchrun, which passes them on to its ranks and kills those that have
-not ended after its own limit (30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT). A few seconds later, or at a second
-SIGTERM or SIGINT, all that torchrun has started is killed here. Imports no torch.
+SIGTERM, SIGHUP and SIGINT are passed on to the ranks; what has not ended 30 s later
+(TORCH_ELASTIC_SHUTDOWN_TIMEOUT, which torchrun reads too), or at a second SIGTERM or SIGINT, is killed. Where a
+rank fails the others are told to end by SIGTERM, after a moment in which they can find out and say so themselves.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
+
+from bapipe.torch.health.rank_end import RankEnd
+from bapipe.torch.launch.rank_process import RankProcess
 
 __all__ = ["Ended", "grace", "supervise"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _SAME = 1.0
 """seconds; `timeout` and others send a signal to the process and to its group: the second one is no other"""
-_TORCHRUN = 30.0
-"""seconds that torchrun gives its ranks, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise"""
-_MORE = 5.0
-"""seconds that torchrun itself takes beyond that"""
+_GRACE = 30.0
+"""seconds that ranks have to end, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise"""
+_MOMENT = 0.5
+"""seconds after a rank failed until the others are told"""
+_LOOK = 0.5
+"""seconds between two looks whether a rank is stopped"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How torchrun ended."""
+    """How a local run ended."""
 
-    code: int
+    ranks: tuple[RankEnd, ...]
+    """all of them, in the order in which they ended"""
     stopped_by: signal.Signals | None
     """the signal that stopped this process; None: it ended by itself"""
     killed: bool
-    """whether all that it had started had to be killed"""
-    output: str
-    """what torchrun itself wrote on standard error, where that was asked for"""
+    """whether ranks had to be killed after that"""
+
+    @property
+    def failed(self) -> tuple[RankEnd, ...]:
+        """Ranks whose exit code was not 0."""
+        return tuple(end for end in self.ranks if end.code)
 
 
 def grace() -> float:
     """Seconds after a signal until what is left of a run is killed."""
     try:
-        own = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN))
+        return max(0.0, float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE)))
     except ValueError:
-        own = _TORCHRUN
-    return max(0.0, own) + _MORE
+        return _GRACE
 
 
 def supervise(
-    arguments: Sequence[str],
-    environment: dict[str, str],
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
     *,
-    started: Callable[[int], None] | None = None,
-    keeps: Callable[[str], bool] | None = None,
+    labelled: bool = True,
+    patience: float | None = None,
 ) -> Ended:
-    """Run torchrun with these arguments to its end.
+    """Run one process per (command, environment) to its end; the number of each is its place.
 
-    `started` is called with its process number. With `keeps` each line on its standard error is shown to that, and
-    kept for `output` if it says so.
+    With `labelled` what ranks write on standard error is passed on with their number. With `patience` a rank that
+    a signal has stopped for so many seconds is killed: its peers notice one that does not answer, unless they are
+    stopped, too.
     """
-    command = [sys.executable, "-m", "bapipe.torch.launch.torchrun_agent", str(os.getpid()), *arguments]
-    own: list[str] = []
+    over: queue.SimpleQueue[RankProcess] = queue.SimpleQueue()
+    ranks: list[RankProcess] = []
     with _stopping() as stop:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stderr=None if keeps is None else subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # what a terminal sends comes from here, once
-        )
         try:
-            stop.begin(process)
-            if started is not None:
-                started(process.pid)
-            if keeps is not None and process.stderr is not None:
-                own = [line for line in process.stderr if keeps(line)]
-            process.wait()
+            for rank, (command, environment) in enumerate(commands):
+                ranks.append(RankProcess(rank, command, environment, labelled=labelled, ended=over))
+            stop.begin(ranks)
+            ended = _wait(ranks, over, stop, patience)
         except BaseException:
-            _kill(process)
-            process.wait()
+            for process in ranks:
+                process.kill()
+                process.reap()
             raise
-        finally:
-            stop.end()
-            if process.stderr is not None:
-                process.stderr.close()
-    return Ended(code=process.returncode, stopped_by=stop.signal, killed=stop.killed, output="".join(own))
+    return Ended(ranks=ended, stopped_by=stop.signal, killed=stop.killed)
+
+
+def _wait(
+    ranks: Sequence[RankProcess], over: queue.SimpleQueue[RankProcess], stop: _Stop, patience: float | None
+) -> tuple[RankEnd, ...]:
+    ended: list[RankEnd] = []
+    failed: float | None = None
+    looks = _Looks(patience)
+    while len(ended) < len(ranks):
+        with contextlib.suppress(queue.Empty):
+            ended.append(over.get(timeout=_LOOK).reap())
+        now = time.monotonic()
+        if failed is None and any(end.code for end in ended):
+            failed = now
+        if failed is not None and now - failed >= _MOMENT and stop.signal is None:
+            stop.tell(signal.SIGTERM)
+        stop.look()
+        looks.look([rank for rank in ranks if rank.lives])
+    return tuple(sorted(ended, key=lambda end: end.at))
+
+
+class _Looks:
+    """Ranks that are found stopped, look after look."""
+
+    def __init__(self, patience: float | None) -> None:
+        self._patience = patience
+        self._since: dict[int, float] = {}
+        self._last = time.monotonic()
+
+    def look(self, ranks: Sequence[RankProcess]) -> None:
+        now = time.monotonic()
+        if now - self._last > 4 * _LOOK:
+            self._since.clear()  # this process itself was stopped, or could not run
+        self._last = now
+        if self._patience is None:
+            return
+        stopped = [rank for rank in ranks if rank.is_stopped]
+        self._since = {rank.rank: self._since.get(rank.rank, now) for rank in stopped}
+        if any(now - since > self._patience for since in self._since.values()):
+            for rank in stopped:
+                rank.stopped = max(now - self._since[rank.rank], _LOOK)
+                rank.kill()
 
 
 class _Stop:
-    """What happens to torchrun when a signal stops this process."""
+    """What happens to the ranks when a signal stops this process, or a rank fails."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.killed = False
-        self._process: subprocess.Popen[str] | None = None
+        self._ranks: Sequence[RankProcess] = ()
+        self._told: float | None = None
         self._at = 0.0
-        self._timer: threading.Timer | None = None
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal, self._at = signal.Signals(number), time.monotonic()
-            self._pass_on()
+            self._told = None
+            self.tell(self.signal)
         elif number != signal.SIGHUP and time.monotonic() - self._at > _SAME:
             self._kill()
 
-    def begin(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self._pass_on()
+    def begin(self, ranks: Sequence[RankProcess]) -> None:
+        self._ranks = ranks
+        if self.signal is not None:
+            self._told = None
+            self.tell(self.signal)
 
-    def _pass_on(self) -> None:
-        if self._process is None or self.signal is None or self._timer is not None:
+    def tell(self, number: int) -> None:
+        """Have the ranks end, once."""
+        if self._told is None:
+            self._told = time.monotonic()
+            for rank in self._ranks:
+                rank.tell(number)
+
+    def look(self) -> None:
+        """Kill what should have ended by now; one that was stopped since cannot."""
+        if self._told is None:
             return
-        self._timer = threading.Timer(grace(), self._kill)
-        self._timer.daemon = True
-        self._timer.start()
-        self._process.send_signal(self.signal)
+        late = time.monotonic() - self._told > grace()
+        for rank in self._ranks:
+            if rank.lives and (late or rank.is_stopped):
+                self.killed = self.killed or self.signal is not None
+                rank.kill()
 
     def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self.killed = True
-            _kill(self._process)
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for rank in self._ranks:
+            if rank.lives:
+                self.killed = True
+                rank.kill()
 
 
 @contextlib.contextmanager
@@ -148,28 +193,3 @@ def _stopping() -> Iterator[_Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill torchrun and all that it has started; each rank leads a group of its own."""
-    found = [process.pid, *_descendants(process.pid)]
-    for number in found:
-        with contextlib.suppress(OSError):
-            os.kill(number, signal.SIGKILL)
-    for number in found:
-        with contextlib.suppress(OSError):
-            os.killpg(number, signal.SIGKILL)
-
-
-def _descendants(process: int) -> list[int]:
-    """Processes that a process has started, and those that they have; none where the system has no /proc."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            parent = int(path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found, ahead = list[int](), [process]
-    while ahead:
-        ahead = [child for parent in ahead for child in children.get(parent, ())]
-        found += ahead
-    return found

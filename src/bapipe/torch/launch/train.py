@@ -26,6 +26,7 @@ from bapipe.torch.comm import LinkError
 from bapipe.torch.comm.rank_agreement import clock_offset, gathered, machine_name, max_over_ranks, sum_over_ranks
 from bapipe.torch.device.dtypes import autocast_dtype
 from bapipe.torch.health.failure import Failure, RunError
+from bapipe.torch.health.stragglers import Straggler
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.inputs.build_model import BuiltModel, build_model
 from bapipe.torch.inputs.make_optimizer import make_optimizer
@@ -78,9 +79,9 @@ class Training:
             (lambda: (built.module, built.args, built.kwargs)) if prepared is None else prepared.captured,
             runnable,
             built.loss,
-            options=pipeline_options(options, watch),
+            options=replace(pipeline_options(options, watch), on_straggler=self._note_straggler),
         )
-        self.batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
+        self.batches = batches_for(built, options.data, global_batch=plan.global_batch, seed=options.seed)
         self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=options.learning_rate)
         self.scaler = self.pipe.grad_scaler() if plan.precision.scaled else None
         """of fp16-mixed; None: the loss is not scaled"""
@@ -88,6 +89,8 @@ class Training:
         """where the run goes on from"""
         self.stopped = 0
         """the signal that ends the run before its last step, the same on all ranks; 0: none"""
+        self.straggler: Straggler | None = None
+        """a rank that the last step showed to be slow, the same on all ranks"""
         self._saving = saving = options.saving
         self._checkpoints: Checkpoints | None = None
         if saving is not None:
@@ -101,9 +104,11 @@ class Training:
                 scaler=self.scaler,
                 keep=saving.keep,
                 asynchronous=saving.asynchronous,
+                settings={"seed": options.seed, "the data": options.data},
             )
             self._checkpoints.lock()
-            self.loaded = self._checkpoints.load() if saving.resume else None
+            if saving.resume:
+                self.loaded = self._checkpoints.load(accept_changes=saving.accept_changes)
         self._saved = self.pipe.steps
         """steps that the last checkpoint has"""
 
@@ -118,6 +123,21 @@ class Training:
         if self._checkpoints is not None and self.pipe.steps > self._saved:
             self._checkpoints.save(data=self.pipe.steps)
             self._saved = self.pipe.steps
+
+    def _note_straggler(self, found: Straggler) -> None:
+        self.straggler = found
+
+    def leave_slow(self, found: Straggler) -> Failure:
+        """A rank has become slow, and the run ends here to be planned again: save what is trained."""
+        self._save()
+        unsaved = self.close()
+        with contextlib.suppress(LinkError):
+            sum_over_ranks(0.0)  # nobody leaves while another still reads what it sent
+        text = f"{found.line}; the run ends after {self.pipe.steps} steps to be planned again"
+        text = text if unsaved is None else f"{text}; {unsaved}"
+        return Failure(
+            rank=found.rank, by=dist.get_rank(), where="", reason=text, slowed=found.factor, at=time.time()
+        )
 
     def stop(self) -> Failure:
         """A signal ends the run here, after the same step on all ranks: save what is trained. Says so."""
@@ -147,6 +167,7 @@ class Training:
     def step(self, batch: tuple[Any, Any]) -> tuple[float, RankTrace | None]:
         """One global batch and its optimizer step; gradients stay until the next. No trace where it is off."""
         pipe = self.pipe
+        self.straggler = None
         for parameter in pipe.parameters():
             parameter.grad = None
         loss = pipe.step(*batch, scaler=self.scaler)
@@ -183,7 +204,9 @@ def train(
     prepared: PreparedModel | None = None,
     on_step: OnStep | None = None,
     on_load: Callable[[Loaded], None] | None = None,
+    on_straggler: Callable[[Straggler], None] | None = None,
     on_unsaved: Callable[[str], None] | None = None,
+    leaves_slow: bool = False,
 ) -> RunRecord | None:
     """Run the plan in the process group that is there; rank 0 returns the record, the others None.
 
@@ -193,6 +216,8 @@ def train(
     `on_unsaved` is called on every rank if the last checkpoint could not be written, with the reason. Where
     checkpoints are saved, a signal that `watch` has caught ends the run after the step that is under way: it is
     saved, and RunError says so, which rank 0 is to report.
+    `on_straggler` is called on rank 0 with a rank that has become slow; with `leaves_slow` the run ends instead,
+    in the same way, to be planned again.
     `folders` are where to look for the model's code first; a `prepared` model is trained itself.
     """
     training = Training(runnable, options, folders=folders, watch=watch, prepared=prepared)
@@ -200,13 +225,20 @@ def train(
         on_load(training.loaded)
     with training.pipe.watch.guard():
         trained = training.pipe.steps >= options.steps
-        record = None if trained else _train(runnable, options, training, folders, on_step)
+        on_slow = None if leaves_slow else on_straggler or _say_nothing
+        record = None if trained else _train(runnable, options, training, folders, on_step, on_slow)
         if training.stopped:
             raise RunError(training.stop(), reported=dist.get_rank() != 0)
+        if leaves_slow and training.straggler is not None and training.pipe.steps < options.steps:
+            raise RunError(training.leave_slow(training.straggler), reported=dist.get_rank() != 0)
     unsaved = training.close()
     if unsaved is not None and on_unsaved is not None:
         on_unsaved(unsaved)
     return record
+
+
+def _say_nothing(_: Straggler) -> None:
+    """Where nobody asked."""
 
 
 def _train(
@@ -215,7 +247,9 @@ def _train(
     training: Training,
     folders: Sequence[Path],
     on_step: OnStep | None,
+    on_slow: Callable[[Straggler], None] | None,
 ) -> RunRecord | None:
+    """`on_slow` None: the training is left where a rank has become slow."""
     pipe, rank = training.pipe, dist.get_rank()
     meeting = pipe.watch.meeting
     offset = clock_offset(machine_name())
@@ -251,7 +285,12 @@ def _train(
             seconds = steps[-1][1]
             bubble = None if trace is None else max(0.0, 1 - busy / (dist.get_world_size() * seconds))
             on_step(StepRecord(step=step, loss=loss, seconds=seconds), bubble)
-        training.save(is_last=step == options.steps - 1)
+        is_last = step == options.steps - 1
+        if training.straggler is not None and on_slow is None and not is_last:
+            return None
+        if training.straggler is not None and on_slow is not None and rank == 0:
+            on_slow(training.straggler)
+        training.save(is_last=is_last)
     pipe.watch.stops_later = options.saving is not None and options.saving.asynchronous
     pipe.watch.progress.note("gathering what every rank recorded")
 
@@ -321,7 +360,7 @@ def _check(
     """Compare with the same training in this process alone."""
     plan = runnable.plan
     built = build_model(plan.model, folders=folders, seed=options.seed, precision=plan.dtype)
-    batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
+    batches = batches_for(built, options.data, global_batch=plan.global_batch, seed=options.seed)
     return compare_gradients(
         built,
         [batches(step) for step in range(options.steps)],

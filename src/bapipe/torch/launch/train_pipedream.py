@@ -61,7 +61,7 @@ def train_pipedream(
         vertical_sync=options.vertical_sync,
         options=pipeline_options(options, watch),
     )
-    batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
+    batches = batches_for(built, options.data, global_batch=plan.global_batch, seed=options.seed)
     optimizer = make_optimizer(plan.optimizer, list(pipe.parameters()), rate=options.learning_rate)
     kept: Found = {}
     parts = {name: part for name, _, part in pipe.held() if part is not None}
@@ -170,7 +170,7 @@ def _check(
     """Compare with the same stale gradients in this process alone."""
     plan = runnable.plan
     built = build_model(plan.model, folders=folders, seed=options.seed, precision=plan.dtype)
-    batches = batches_for(built, options.data, minibatch=plan.minibatch, seed=options.seed)
+    batches = batches_for(built, options.data, global_batch=plan.global_batch, seed=options.seed)
     held: dict[str, list[Holding]] = {}
     by_update: dict[int, list[tuple[Gradients, dict[str, Slice]]]] = {}
     for rank, updates in enumerate(found):

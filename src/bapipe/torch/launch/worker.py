@@ -1,4 +1,4 @@
-"""One rank of a run, as torchrun starts it: `torchrun … -m bapipe.torch.launch.worker PLAN '{"steps":100}'`."""
+"""One rank of a run, as `bapipe run` or torchrun starts it: `-m bapipe.torch.launch.worker PLAN OPTIONS`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -36,9 +36,11 @@ from bapipe.torch.health.failure import (
 )
 from bapipe.torch.health.process_exit import leave, print_failure
 from bapipe.torch.health.rank_status import Progress, progress_file
+from bapipe.torch.health.stragglers import Straggler
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.launch.display import Display
 from bapipe.torch.launch.log_lines import print_log
+from bapipe.torch.launch.rank_failure import CheckError, failure_of
 from bapipe.torch.launch.run_options import RunOptions, parse_options
 from bapipe.torch.launch.train import train
 from bapipe.torch.launch.train_pipedream import train_pipedream
@@ -53,12 +55,11 @@ from bapipe.torch.runtime.plan_checks import (
 )
 from bapipe.torch.runtime.process_group import join, planned_rank
 from bapipe.torch.runtime.rank_slice import take_slice
-from bapipe.torch.stage.error_context import one_line
 
 if TYPE_CHECKING:
     from bapipe.torch.checkpoint.checkpoints import Loaded
 
-__all__ = ["CheckError", "RankArguments", "main", "run_worker"]
+__all__ = ["RankArguments", "main", "run_worker"]
 
 
 _OFF = 0.15
@@ -70,10 +71,6 @@ _COMPARED = {
     "outputs": "with one loss of the same micro-batches' outputs",
     "microbatches": "in the same micro-batches",
 }
-
-
-class CheckError(BaPipeError):
-    """The run's gradients or losses are not those of one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +85,8 @@ class RankArguments:
     """the launcher's folder for what ranks leave it; None: no launcher has started this rank"""
     code: Path | None
     """another folder to look for the model's code in"""
+    leaves_slow: bool = False
+    """whether the run ends, saved, when a rank has become slow, for the launcher to plan again"""
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -114,13 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not error.reported:
             _report(arguments, error.failure, rank)
         return error.failure.code
-    except Exception as error:
-        code = 2 if isinstance(error, BaPipeError) and not isinstance(error, (CheckError, CheckpointError)) else 1
-        rank = dist.get_rank() if dist.is_initialized() else rank
-        where = "" if isinstance(error, BaPipeError) else f"rank {rank}"
-        failure = Failure(rank=rank, by=rank, where=where, reason=one_line(error), code=code, at=time.time())
-        _report(arguments, failure, rank)
-        return code
+    except BaseException as error:
+        failure = failure_of(error, rank, progress)
+        _report(arguments, failure, failure.by)
+        return failure.code
     if arguments.notes is not None:
         write_finished(arguments.notes, by=rank)
     return 0
@@ -139,9 +135,16 @@ def _arguments(argv: Sequence[str] | None) -> RankArguments:
     parser.add_argument("options", nargs="?", default="{}", help="RunOptions, as JSON")
     parser.add_argument("--notes", type=Path, help="folder for the launcher's notes")
     parser.add_argument("--code", type=Path, help="another folder to look for the model's code in")
+    parser.add_argument("--leave-slow", action="store_true", help="end when a rank has become slow")
     read = parser.parse_args(argv)
     options = parse_options(read.options)
-    return RankArguments(plan=read.plan, options=_resumed(options), notes=read.notes, code=read.code)
+    return RankArguments(
+        plan=read.plan,
+        options=_resumed(options),
+        notes=read.notes,
+        code=read.code,
+        leaves_slow=read.leave_slow,
+    )
 
 
 def _resumed(options: RunOptions) -> RunOptions:
@@ -188,7 +191,9 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
             watch=watch,
             on_step=on_step,
             on_load=None if display is None else lambda loaded: _loaded(loaded, options, display),
+            on_straggler=None if display is None else lambda found: _straggler(found, display),
             on_unsaved=unsaved.append,
+            leaves_slow=arguments.leaves_slow,
         )
     else:
         record = train_pipedream(runnable, options, folders=arguments.folders, watch=watch, on_step=on_step)
@@ -214,12 +219,19 @@ def _offer(record: RunRecord, plan: Plan, options: RunOptions, display: Display)
         )
 
 
+def _straggler(found: Straggler, display: Display) -> None:
+    figures = {**asdict(found), "factor": found.factor}
+    display.say(found.line, straggler=figures)
+
+
 def _loaded(loaded: Loaded, options: RunOptions, display: Display) -> None:
     text = f"goes on from {loaded.path}, after {loaded.step} steps"
     if loaded.step >= options.steps:
         text = f"{loaded.path} has all {loaded.step} steps; nothing is left to train"
     elif options.check:
         text += "; gradients are not compared, as not all steps run here"
+    if isinstance(loaded.data, int) and loaded.data != loaded.step:
+        text += f"; its data stood at {loaded.data}, this run's are at global batch {loaded.step}"
     display.say(text, checkpoint=str(loaded.path), steps=loaded.step)
 
 

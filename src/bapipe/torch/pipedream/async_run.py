@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,12 +19,14 @@ from bapipe.schedule.actions import Action, Kind
 from bapipe.torch.comm import Inbox, Outbox, guarded
 from bapipe.torch.pipedream.stage_channels import StageChannels
 from bapipe.torch.pipedream.weight_versions import WeightVersions
+from bapipe.torch.runtime.nonfinite import NonFinite
 from bapipe.torch.runtime.rank_engine import Engine
 from bapipe.torch.stage.loss import LossOfEach, loss_of_step
 from bapipe.torch.stage.runner import StageRunner
 
 __all__ = ["KEPT_STEPS", "AsyncHooks", "AsyncRun", "AsyncStage", "EndlessTrace"]
 
+_logger = logging.getLogger(__name__)
 KEPT_STEPS = 9
 """of the last so many global batches the actions are kept"""
 Event = tuple[str, float, float]
@@ -104,6 +108,8 @@ class AsyncRun:
         self._finished: list[float] = []
         self._reports: deque[tuple[dist.Work | None, Tensor]] = deque()
         """figures of global batches that are on their way to rank 0"""
+        self._reported = False
+        """whether a loss that is not finite was reported"""
         self._tag = 2 * engine.schedule.num_stages + 1
         """above every channel's"""
 
@@ -241,19 +247,29 @@ class AsyncRun:
 
     def _close(self, step: int) -> None:
         """A global batch has had its last optimizer step here: take its times, and send rank 0 its figures."""
-        clock, count = self._engine.clock, len(self._engine.sizes)
+        engine, clock, count = self._engine, self._engine.clock, len(self._engine.sizes)
         busy = self._take_times(step) if clock.traces else 0.0
         self._finished.append(self._events[step][-1][2] if clock.traces else time.perf_counter())
         clock.start()
         self._losses.extend(self._stage.losses.taken())
         own = self._losses[step * count : (step + 1) * count]
         loss = loss_of_step([item for item, _ in own], [weight for _, weight in own])
+        if engine.is_last and not math.isfinite(loss) and not self._reported:
+            self._report(engine.search.look_here(engine.steps + step, loss))
         totals = self._gather_on_first(torch.tensor([loss, busy], dtype=torch.float64))
         if totals is not None and self._hooks.on_step is not None:
             now = time.perf_counter()
             seconds, self._last = now - self._last, now
             idle = 1 - float(totals[1]) / (dist.get_world_size() * seconds)
             self._hooks.on_step(step, float(totals[0]), seconds, max(0.0, idle) if clock.traces else None)
+
+    def _report(self, found: NonFinite) -> None:
+        """Only the last stage knows the loss, and nobody waits for it: it says what it sees, once."""
+        self._reported = True
+        if self._engine.on_nonfinite is not None:
+            self._engine.on_nonfinite(found)
+        else:
+            _logger.warning("%s", found.line)
 
     def _take_times(self, step: int) -> float:
         """Put the actions since the last global batch among the events; seconds of compute of this one."""

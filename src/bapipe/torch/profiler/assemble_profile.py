@@ -19,6 +19,8 @@ __all__ = ["Agreement", "agreement", "spread", "to_profile"]
 
 _LEAST_ERROR = 0.01
 """relative error below which no layer's time is taken to be known"""
+_LARGEST_ERROR = 0.9
+"""relative error that a profile tells at most, however unquiet the machine was"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
         part_saved_activations=tuple(divided[size].saved_activations for size in sizes) if divided else None,
         not_fitting=measured.not_fitting,
-        spread=max(_LEAST_ERROR, *(max(spread(measured, size)) for size in sizes)),
+        spread=min(_LARGEST_ERROR, max(_LEAST_ERROR, *(max(spread(measured, size)) for size in sizes))),
     )
     layers = tuple(
         ProfiledLayer(

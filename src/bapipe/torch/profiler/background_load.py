@@ -24,6 +24,8 @@ __all__ = ["Load", "loaded", "main"]
 
 _PATIENCE = 180.0
 """seconds for a load to build its model and run a step"""
+_GO = b"g"
+"""what a load waits for before its first step"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class Load:
     name: str
     """of the own slice, with the others loaded, in a profile"""
     wait: Callable[[], None]
-    """returns when all of them train; starting takes half a minute, in which the model can be captured"""
+    """lets them train, and returns when all of them do. They start meanwhile, which takes half a minute, in which
+    the model can be captured and compiled: they find in the compiler's cache what was compiled"""
 
 
 @contextlib.contextmanager
@@ -49,7 +52,8 @@ def loaded(
 ) -> Iterator[Load]:
     """Every slice but `own` begins to train the model; they end when this does, or when this process is gone."""
     others = [index for index in range(len(slices)) if index != own]
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(slices)))}
+    each = str(max(1, (os.cpu_count() or 1) // len(slices)))
+    threads = {"OMP_NUM_THREADS": each, "TORCHINDUCTOR_COMPILE_THREADS": each}
     share = describe(slices, own)
     with tempfile.TemporaryDirectory(prefix="bapipe-load-") as folder, contextlib.ExitStack() as stack:
         loads = []
@@ -75,8 +79,11 @@ def loaded(
             )
             stack.callback(_end, process)
             loads.append((process, ready, Path(folder) / f"error{index}"))
+        stack.callback(_release, [process for process, _, _ in loads])  # all of them, then each is waited for
 
         def wait() -> None:
+            for process, _, _ in loads:
+                _let_train(process)
             for process, ready, errors in loads:
                 _await(process, ready, errors)
 
@@ -94,9 +101,22 @@ def _await(process: subprocess.Popen[bytes], ready: Path, errors: Path) -> None:
         time.sleep(0.1)
 
 
+def _let_train(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it has ended; `_await` says why
+        process.stdin.write(_GO)
+        process.stdin.flush()
+
+
+def _release(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
+    _release([process])
     try:
         process.wait(timeout=20)
     except subprocess.TimeoutExpired:
@@ -105,7 +125,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train until standard input ends, or for `--seconds`."""
+    """Train from the first byte of standard input to its end, or for `--seconds`."""
     from bapipe.hardware.precision import DEFAULT_PRECISION, find_precision
     from bapipe.torch.compiling.compiled_layers import CompiledPrograms
     from bapipe.torch.device.precision_modes import set_precision
@@ -122,12 +142,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ready", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=3600.0)
     options = parser.parse_args(argv)
-    stop = threading.Event()
+    go, stop = threading.Event(), threading.Event()
 
     def watch() -> None:
         while sys.stdin.read(1):
-            pass
+            go.set()
         stop.set()
+        go.set()
 
     threading.Thread(target=watch, daemon=True).start()
     device, precision = find_device(options.device), find_precision(options.precision)
@@ -135,8 +156,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = build_model(model_ref(options.model, parse_arguments(options.arg)))
     programs = CompiledPrograms(device) if options.compile else None
     step = training_step(source, device=device, precision=precision, size=options.microbatch, programs=programs)
-    step()
-    options.ready.touch()
+    go.wait()
+    if not stop.is_set():
+        step()
+        options.ready.touch()
     end = time.monotonic() + options.seconds
     while not stop.is_set() and time.monotonic() < end:
         step()
@@ -144,3 +167,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # the interpreter takes seconds to take apart what the capture and the compiler made

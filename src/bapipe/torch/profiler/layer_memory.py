@@ -15,7 +15,7 @@ from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.device.cuda_workspaces import release_workspaces
 from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer, run_once
 from bapipe.torch.profiler.measurement import Measurement, SizeMemory
-from bapipe.torch.profiler.repeated_layers import bytes_of_model, model_layers
+from bapipe.torch.profiler.repeated_layers import bytes_of_model
 from bapipe.torch.stage.split_backward import DelayedWeights, SplitBackward
 
 __all__ = ["is_out_of_memory", "predicted_peak", "saved_storages", "storage_of", "weigh"]
@@ -267,8 +267,8 @@ def _backward(outputs: Sequence[Any], received: Sequence[Any]) -> None:
 
 
 def predicted_peak(measured: Measurement, microbatch: int) -> float | None:
-    """Most bytes that one step of the model needs: weights, casts, gradients, optimizer, saved activations and
-    workspace.
+    """Most bytes that the forward and backward of the model need: weights, casts, gradients, saved activations and
+    workspace. The optimizer is not in it, as in the peak that is measured beside it.
 
     The workspace of a layer counts while only the layers up to it still hold their saved activations; the output
     and its gradient are held to the end. None where what the libraries hold is not known, as on a CPU.
@@ -280,9 +280,5 @@ def predicted_peak(measured: Measurement, microbatch: int) -> float | None:
     output = memory.boundary_forward[-1] + memory.boundary_backward[-1]
     held, layers = np.cumsum(memory.saved_activations), np.arange(len(memory.saved_activations))
     beyond = needed_beyond(np.array(memory.workspace), held, layers, np.full(len(held), output))
-    weighed = measured.optimizer_bytes
-    trained = sum(layer.parameters for layer in model_layers(measured) if layer.steps_weights)
-    state = 0.0 if weighed is None else weighed.state / weighed.parameters * trained
-    casts = sum(memory.weight_casts)
-    always = max(known) + measured.state_bytes + casts + measured.gradient_bytes + state
+    always = max(known) + measured.state_bytes + sum(memory.weight_casts) + measured.gradient_bytes
     return always + float(held[-1] + beyond[-1]) + output

@@ -30,6 +30,7 @@ __all__ = [
     "RunnableLayer",
     "cast_weights",
     "chain_of",
+    "compile_layers",
     "on_device",
     "run_once",
     "tensors_of",
@@ -304,6 +305,20 @@ def _one_after_another(pieces: Sequence[RunnableLayer]) -> RunnableLayer:
         mixed=pieces[0].mixed,
         compiled=tuple(layers for piece in pieces for layers in piece.compiled),
     )
+
+
+def compile_layers(chain: LayerSequence, sizes: Sequence[int]) -> None:
+    """Compile the layers for these sizes before anything is timed; sizes that do not fit are left out."""
+    try:
+        for size in sorted(sizes):
+            sized = chain.at(size)
+            leaves, _ = sized.inputs(size)
+            values: Sequence[Any] = ()
+            for index in range(len(sized.layers)):
+                piece = sized.piece(index, index)
+                values = run_once(piece, (*values, *(leaves[root] for root in piece.roots)))
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
 
 
 def _check_there(captured: Captured, device: torch.device) -> None:

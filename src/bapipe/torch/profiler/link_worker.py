@@ -1,4 +1,4 @@
-"""One rank of `bapipe profile --links`, as torchrun starts it: times messages and sums as a run exchanges them."""
+"""One rank of `bapipe profile --links`: times messages and sums as a run exchanges them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from torch import Tensor
 from bapipe.errors import BaPipeError
 from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.io.files import dump_json, write_text
+from bapipe.io.run_folder import found_folder
 from bapipe.torch import slices
 from bapipe.torch.comm import Message, P2PChannel, TensorShape, Transport
 from bapipe.torch.comm.choose_transport import connect
+from bapipe.torch.comm.gloo_groups import meet
 from bapipe.torch.health.parent_death import end_with_parent
 from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample
 from bapipe.torch.profiler.statistics import summarise
@@ -212,7 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     device = _device(options.device)
-    dist.init_process_group("gloo", timeout=_PATIENCE)
+    folder = found_folder()
+    if folder is None:
+        raise BaPipeError("links are measured by the ranks that bapipe profile --links starts; use that")
+    meet(folder, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _PATIENCE)
     world = dist.get_world_size()
     sizes = [size for size in _SIZES if size <= options.largest]
     try:

@@ -1,4 +1,4 @@
-"""Links between ranks of this machine: torchrun measures, a cluster file is written. Uses no torch."""
+"""Links between ranks of this machine: processes measure, a cluster file is written. Uses no torch."""
 
 from __future__ import annotations
 
@@ -36,16 +36,8 @@ def measure_links(
         _require_gpus(transport)
     with tempfile.TemporaryDirectory(prefix="bapipe-links-") as folder:
         out = Path(folder) / "links.json"
-        command = [sys.executable, "-m", "bapipe.torch.launch.torchrun_agent", str(os.getpid()), "--standalone"]
-        command += [
-            "--local-addr",
-            "127.0.0.1",
-            "--nproc-per-node",
-            str(ranks),
-            "-m",
-            "bapipe.torch.profiler.link_worker",
-            str(out),
-        ]
+        command = [sys.executable, "-m", "bapipe.torch.launch.local_ranks", str(os.getpid()), str(ranks)]
+        command += ["-m", "bapipe.torch.profiler.link_worker", str(out)]
         command += [
             "--transport",
             transport,
@@ -57,9 +49,6 @@ def measure_links(
             str(seconds),
         ]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        if sys.platform == "linux":
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=timeout, check=False

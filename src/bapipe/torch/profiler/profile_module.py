@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ from bapipe.torch.inputs.make_optimizer import require_optimizer
 from bapipe.torch.profiler.assemble_profile import to_profile
 from bapipe.torch.profiler.environment import accelerator_name, environment_of, find_device
 from bapipe.torch.profiler.layer_memory import is_out_of_memory
-from bapipe.torch.profiler.layer_runner import LayerSequence, chain_of
+from bapipe.torch.profiler.layer_runner import LayerSequence, chain_of, compile_layers
 from bapipe.torch.profiler.measure_loop import Report, measure
 from bapipe.torch.profiler.measure_settings import MeasureSettings
 from bapipe.torch.profiler.measurement import Measurement
+from bapipe.torch.profiler.phase_times import PhaseTimes
 
 __all__ = ["Profiled", "profile_model", "profile_module", "quiet"]
 
@@ -49,6 +50,8 @@ class Profiled:
     measured: Measurement
     complete: bool
     """False: interrupted; the same call goes on where it stopped"""
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
+    """what took how long"""
 
 
 def profile_model(
@@ -70,13 +73,15 @@ def profile_model(
     """Profile what `spec` names (see `model_ref`) on a device of this machine.
 
     `accelerator` is the type to file the costs under, by default the catalogue's name of the device. Device and
-    precision are looked at before the model is built. `before` is called when it is captured and nothing
-    measured yet.
+    precision are looked at before the model is built. `before` is called when it is captured and compiled and
+    nothing measured yet.
     """
     set_precision(_trained_in(precision), find_device(device))
     if ":" not in spec:
         load_tracer()  # while the weights of a model of the zoo are drawn
-    source = build_model(model_ref(spec, args))
+    phases = PhaseTimes()
+    with phases.phase("build"):
+        source = build_model(model_ref(spec, args))
     return profile_module(
         source.module,
         source.args,
@@ -93,6 +98,7 @@ def profile_model(
         slice_=slice_,
         report=report,
         before=before,
+        phases=phases,
     )
 
 
@@ -113,10 +119,12 @@ def profile_module(
     slice_: str = "",
     report: Report = quiet,
     before: Callable[[], None] | None = None,
+    phases: PhaseTimes | None = None,
 ) -> Profiled:
     """Profile a module with an example of its inputs. The module is moved to the device and put in training mode.
 
-    Raises BaPipeError where no size was measured completely; what was measured is in the cache all the same.
+    `phases` has what came before. Raises BaPipeError where no size was measured completely; what was measured is
+    in the cache all the same.
     """
     where, kind = find_device(device), _trained_in(precision)
     set_precision(kind, where)
@@ -130,8 +138,10 @@ def profile_module(
         keep_heap()  # as a rank of a run does
     keep_in_pages(where)
     programs = CompiledPrograms(where, split=True, say=lambda line: report(line, 0.0)) if compile_ else None
+    phases = PhaseTimes() if phases is None else phases
     try:
-        chain = chain_of(module, args, kwargs or {}, device=where, precision=kind, programs=programs)
+        with phases.phase("capture"):
+            chain = chain_of(module, args, kwargs or {}, device=where, precision=kind, programs=programs)
     except Exception as error:
         if is_out_of_memory(error):
             raise BaPipeError(
@@ -139,8 +149,13 @@ def profile_module(
             ) from error
         raise
     if before is not None:
-        before()
-    with contextlib.nullcontext() if chain.mixed is None else chain.mixed.region.batch():
+        if programs is not None:
+            with phases.phase("compile"):
+                compile_layers(chain, settings.microbatches)
+        with phases.phase("wait for the other slices"):
+            before()
+    mixed = contextlib.nullcontext() if chain.mixed is None else chain.mixed.region.batch()
+    with phases.phase("measure"), mixed:
         measured, complete = measure(
             chain, _empty(chain, model.name, precision, optimizer, slice_), settings, report=report
         )
@@ -150,7 +165,7 @@ def profile_module(
         model=model,
         calibrate=calibrate,
     )
-    return Profiled(profile=profile, measured=measured, complete=complete)
+    return Profiled(profile=profile, measured=measured, complete=complete, phases=phases)
 
 
 def _trained_in(precision: str) -> Precision:

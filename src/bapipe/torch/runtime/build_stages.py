@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import Precision
 from bapipe.records.plan import Plan, PlanStage
+from bapipe.records.training_record import Structure
 from bapipe.schedule.actions import Schedule
 from bapipe.torch.capturing import Captured, Stage, capture
 from bapipe.torch.capturing.loss_graph import OwnLoss, own_loss
@@ -22,7 +24,7 @@ from bapipe.torch.comm import Message, TensorShape
 from bapipe.torch.compiling.compiled_layers import CompiledPrograms, StageLayers, warm_up
 from bapipe.torch.device.dtypes import weights_dtype
 from bapipe.torch.inputs.build_model import module_and_example
-from bapipe.torch.runtime.materialise import fill, initialise, open_state
+from bapipe.torch.runtime.materialise import fill, initialise, open_state, other_structure
 from bapipe.torch.runtime.microbatches import InputSpec
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "unused_state",
 ]
 
+_logger = logging.getLogger(__name__)
 Build = Callable[[], Any]
 """makes (module, args) or (module, args, kwargs) with an example of the module's inputs"""
 
@@ -208,15 +211,23 @@ def materialise_stages(
     stages: Sequence[int],
     checkpoint: str | Path | Mapping[str, Tensor] | None,
     seed: int,
+    structure: Structure,
 ) -> None:
-    """Weights for a rank's stages, where they come from a checkpoint or have no memory yet."""
+    """Weights for a rank's stages, where they come from a checkpoint or have no memory yet.
+
+    The first stage's rank logs a warning where the checkpoint is of a model of another structure.
+    """
     parts = [plan.stages[index] for index in stages]
     own = [layer for part in parts for layer in captured.layers[part.first_layer : part.last_layer + 1]]
     parameters = {name for layer in own for name in layer.parameters}
     if checkpoint is not None:
         saved = captured.module.state_dict()
         buffers = {name for layer in own for name in layer.buffers if name in saved}
-        fill(captured.module, parameters | buffers, open_state(checkpoint))
+        state = open_state(checkpoint)
+        other = other_structure(state, structure)
+        if other is not None and 0 in stages:
+            _logger.warning("%s", other)
+        fill(captured.module, parameters | buffers, state)
     else:
         initialise(captured.module, parameters, seed=seed)
 

@@ -6,20 +6,32 @@ import contextlib
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
 from bapipe.io.files import load_json
+from bapipe.records.training_record import Structure, TrainingRecord
 from bapipe.torch.capturing.torch_internals import swap_parameter
 from bapipe.torch.checkpoint.checkpoint_files import first_line
 from bapipe.torch.checkpoint.checkpoint_folder import checkpoints_of, is_checkpoint
+from bapipe.torch.checkpoint.training_changes import structure_difference
 
-__all__ = ["StateFile", "fill", "initialise", "open_state"]
+__all__ = ["CheckpointedState", "StateFile", "fill", "initialise", "open_state", "other_structure"]
 
 StateFile = Mapping[str, Tensor]
 """name -> tensor, read when asked for"""
+
+
+@runtime_checkable
+class CheckpointedState(Protocol):
+    """A state that comes from a checkpoint."""
+
+    path: Path
+
+    def training(self) -> TrainingRecord | None: ...
 
 
 def open_state(source: str | Path | Mapping[str, Tensor]) -> StateFile:
@@ -52,6 +64,18 @@ def open_state(source: str | Path | Mapping[str, Tensor]) -> StateFile:
     if not isinstance(loaded, dict):
         raise BaPipeError(f"{path} holds a {type(loaded).__name__}, not a state_dict; save model.state_dict()")
     return loaded
+
+
+def other_structure(state: StateFile, structure: Structure) -> str | None:
+    """A line that says so, if the state is of a checkpoint whose model computes something else; else None.
+
+    Weights may be taken for another model on purpose, so it is not refused.
+    """
+    if not isinstance(state, CheckpointedState):
+        return None
+    record = state.training()
+    found = None if record is None else structure_difference(record.structure, structure)
+    return None if found is None else f"{state.path} is of a model of another structure: {found}"
 
 
 @contextlib.contextmanager

@@ -10,6 +10,9 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,17 +27,28 @@ from bapipe.records.plan import Plan
 from bapipe.torch.capturing import Captured
 from bapipe.torch.comm import guarded
 from bapipe.torch.comm.rank_agreement import max_over_ranks
+from bapipe.torch.health.stragglers import Straggler, StragglerMonitor, planned_seconds
 from bapipe.torch.runtime.build_stages import Build
 from bapipe.torch.runtime.executor import RankTrace
 from bapipe.torch.runtime.gradient_sync import Reducer, make_sums
 from bapipe.torch.runtime.loss_scaler import LossScaler
+from bapipe.torch.runtime.nonfinite import NonFinite
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import RunnablePlan, as_runnable
-from bapipe.torch.runtime.rank_engine import Engine
+from bapipe.torch.runtime.rank_engine import Engine, MicroBatches
 from bapipe.torch.runtime.rank_model import RankModel
 from bapipe.torch.stage.loss import LossFunction
 
 __all__ = ["Build", "Pipeline"]
+
+_logger = logging.getLogger(__name__)
+_SKIPPED = 3
+"""steps in a row with a loss that is not finite from which on lowering a scale does not help"""
+
+
+def _computed(trace: RankTrace | None) -> float:
+    """Seconds that this rank computed, without waits and all-reduces; 0 where nothing was recorded."""
+    return 0.0 if trace is None else sum(end - start for _, start, end in trace.events)
 
 
 class Pipeline(RankModel):
@@ -69,17 +83,28 @@ class Pipeline(RankModel):
         The rest is in `options`, whose fields may also be given here by name: `Pipeline(…, device="cuda:1")`. What
         takes long is logged at INFO.
         """
+        chosen = replace(options or PipelineOptions(), **changes)
         engine = Engine(
             build_model,
             as_runnable(plan, flushes=True),
             loss_fn,
             checkpoint=checkpoint,
-            options=replace(options or PipelineOptions(), **changes),
+            options=chosen,
             make_sums=make_sums,
         )
         super().__init__(engine)
+        self._last: float | None = None
+        """when the last step had run its actions"""
+        self._on_straggler = chosen.on_straggler or self._log_straggler
+        self._stragglers = StragglerMonitor(planned_seconds(engine.plan), global_batch=engine.plan.global_batch)
         self._scaler: LossScaler | None = None
         """of the last step"""
+        self._scaled = False
+        """whether the last step had a scaler, of whatever kind"""
+        self._nonfinite_losses = 0
+        """steps in a row whose loss was not finite"""
+        self._reported = False
+        """whether what is not finite was reported"""
         self.trace: RankTrace | None = None
         """what this rank did in the last global batch; None before the first, and where nothing is traced"""
 
@@ -101,7 +126,14 @@ class Pipeline(RankModel):
             self.watch.progress.begin(self.steps)
             loss = self._step(inputs, targets, scaler)
             self.watch.progress.note(f"after step {self.steps - 1}")
+        slow = self._stragglers.observe(self.steps - 1, *self.engine.step_times)
+        if slow is not None:
+            self._on_straggler(slow)
         return loss
+
+    def _log_straggler(self, found: Straggler) -> None:
+        if self.rank == 0:
+            _logger.warning("%s", found.line)
 
     def _step(self, inputs: Any, targets: Any, scaler: LossScaler | torch.amp.GradScaler | None) -> float:
         engine = self.engine
@@ -115,11 +147,34 @@ class Pipeline(RankModel):
         self.trace = None if trace is None else replace(trace, events=(*trace.events, *events))
         with self.watch.meeting("summing tied gradients"):
             engine.tied.finish()
-        loss = engine.summed_loss(divide=True)
+        now = time.perf_counter()
+        since = now - self._last if self._last is not None else 0.0
+        loss = engine.summed_loss(divide=True, times=(_computed(trace), since))
+        self._last = now
+        self._look_at_loss(loss, batch, scaled=scaler is not None)
         for parameter, gradient in before:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self.steps += 1
         return loss
+
+    def _look_at_loss(self, loss: float, batch: MicroBatches, *, scaled: bool) -> None:
+        """Report a loss that is not finite, once. All ranks have the same loss, so all look or none does.
+
+        A scaler skips steps that overflow; with one, only a loss that stays so is reported.
+        """
+        self._scaled = scaled
+        self._nonfinite_losses = 0 if math.isfinite(loss) else self._nonfinite_losses + 1
+        if self._reported or self._nonfinite_losses < (_SKIPPED if scaled else 1):
+            return
+        step = self.steps
+        self._report(self.engine.search.look(step, loss, lambda: self.engine.replay(batch, step)))
+
+    def _report(self, found: NonFinite) -> None:
+        self._reported = True
+        if self.engine.on_nonfinite is not None:
+            self.engine.on_nonfinite(found)
+        elif self.rank == 0:
+            _logger.warning("%s", found.line)
 
     def _reduced(self, stage: int, reducer: Reducer) -> tuple[str, float, float] | None:
         """Finish a stage's all-reduce and say how long that took, where it is traced."""
@@ -127,9 +182,9 @@ class Pipeline(RankModel):
         start = clock.mark() if clock.traces else None
         with self.watch.meeting(f"all-reduce {stage}A"):
             reducer.finish()
-        if not clock.traces:
-            return None
-        begun, ended = clock.times([start, clock.mark()])
+            if not clock.traces:
+                return None
+            begun, ended = clock.times([start, clock.mark()])
         return f"{stage}A", begun, ended
 
     def _set_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -165,12 +220,15 @@ class Pipeline(RankModel):
         norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) for gradient in own]
         infinite = norm_type == float("inf")
         part = torch.zeros((), dtype=torch.float64)
-        if norms:
-            stacked = torch.stack(norms).cpu()  # the host waits for the device once
-            part = stacked.max() if infinite else (stacked**norm_type).sum()
         with self.watch.guard(), self.watch.meeting("clipping gradients"), guarded(None):
+            if norms:
+                stacked = torch.stack(norms).cpu()  # the host waits for the device once
+                part = stacked.max() if infinite else (stacked**norm_type).sum()
             dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
         total = float(part) if infinite else float(part) ** (1 / norm_type)
+        if not math.isfinite(total) and not self._scaled and not self._reported:
+            with self.watch.guard():
+                self._report(self.engine.search.look(self.steps - 1, None, None))
         total /= 1.0 if self._scaler is None else self._scaler.divisor
         factor = max_norm / (total + 1e-6)
         if factor < 1:

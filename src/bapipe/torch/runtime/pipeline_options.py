@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from bapipe.schedule.actions import Action
+from bapipe.torch.health.stragglers import Straggler
 from bapipe.torch.health.watchdog import Watch
+from bapipe.torch.runtime.nonfinite import NonFinite
 
 __all__ = ["PipelineOptions"]
 
@@ -35,5 +37,11 @@ class PipelineOptions:
     """called before every action"""
     trace: bool = True
     """whether start and end of every action are recorded, in `Pipeline.trace`; without, none is timed"""
+    on_nonfinite: Callable[[NonFinite], None] | None = None
+    """called on every rank, once, when the loss or a norm of gradients is not finite; None: rank 0 logs a line.
+    A PipeDream calls it on the rank of the last stage"""
+    on_straggler: Callable[[Straggler], None] | None = None
+    """called on every rank, after a step, with a rank that has become slow; None: rank 0 logs a warning. Only
+    where actions are recorded, and not by `PipeDream`"""
     watch: Watch | None = None
     """replaces the watchdog that is made otherwise, which logs why a run fails"""

@@ -14,6 +14,7 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.cpu_types import cpu_threads
 from bapipe.hardware.precision import Precision
 from bapipe.records.plan import Plan, read_plan
+from bapipe.records.plan_consistency import microbatch_sizes, require_consistent
 from bapipe.schedule.actions import Kind, Lane, Schedule
 from bapipe.schedule.generators import capped
 from bapipe.schedule.validate import require_valid
@@ -25,7 +26,6 @@ __all__ = [
     "check_precision",
     "compute_lane",
     "describe_need",
-    "microbatch_sizes",
     "missing_gpus",
     "ranks_on_gpus",
     "threads_of",
@@ -83,19 +83,10 @@ def check_plan(plan: Plan) -> RunnablePlan:
             f"the plan of {plan.model.name} names no code to run; "
             "set model.ref of its profile to package.module:function and plan again"
         )
-    schedule = plan.schedule.to_schedule()
-    for index, (stage, ranks) in enumerate(zip(plan.stages, schedule.placement, strict=True)):
-        if len(ranks) != len(stage.accelerators):
-            raise BaPipeError(
-                f"stage {index} has {len(stage.accelerators)} accelerators but {len(ranks)} ranks; plan again"
-            )
-        again = any(((lane.kinds == Kind.R) & (lane.stages == index)).any() for lane in schedule.lanes)
-        if again != stage.recompute:
-            said, order = ("recomputes", "no R") if stage.recompute else ("does not recompute", "R all the same")
-            raise BaPipeError(f"the plan says that stage {index} {said}, but its order has {order}; plan again")
+    schedule = require_consistent(plan)
     for rank in range(schedule.num_ranks):
         _check_lanes(schedule, rank)
-    _check_layers(plan)
+    _check_parts(plan)
     sizes = microbatch_sizes(plan)
     require_valid(schedule, sends="windowed")
     if not schedule.flushes:
@@ -142,18 +133,11 @@ def _check_lanes(schedule: Schedule, rank: int) -> None:
             raise BaPipeError(f"rank {rank}: {action} belongs on the all-reduce lane; move it there")
 
 
-def _check_layers(plan: Plan) -> None:
-    """Stages follow one another, and only a layer that is split between them is in both."""
+def _check_parts(plan: Plan) -> None:
+    """A rank has one part of a layer that is split between stages, not two."""
     parts: dict[tuple[int, str], int] = {}
     """a layer and the accelerator that has a part of it -> for which stage"""
-    expected = 0
     for index, stage in enumerate(plan.stages):
-        count = stage.last_layer - stage.first_layer + 1
-        if stage.first_layer != expected or count < 1 or len(stage.layers) != count:
-            raise BaPipeError(
-                f"stage {index} has layers {stage.first_layer} to {stage.last_layer} and "
-                f"{len(stage.layers)} names where layer {expected} is next; plan again"
-            )
         for layer, name in ((part.layer, name) for part in stage.fractions for name in stage.accelerators):
             if (layer, name) in parts:
                 raise BaPipeError(
@@ -161,23 +145,6 @@ def _check_layers(plan: Plan) -> None:
                     f"{layer}; cut it so that a rank has one part"
                 )
             parts[layer, name] = index
-        goes_on = any(part.layer == stage.last_layer and part.stop < part.of for part in stage.fractions)
-        expected = stage.last_layer + (0 if goes_on else 1)
-
-
-def microbatch_sizes(plan: Plan) -> tuple[int, ...]:
-    """Samples of each micro-batch; the last one may be short."""
-    count, size = plan.microbatches, plan.microbatch_size
-    if count != plan.schedule.microbatches:
-        raise BaPipeError(
-            f"the plan has {count} micro-batches but its schedule {plan.schedule.microbatches}; plan again"
-        )
-    last = plan.minibatch - (count - 1) * size
-    if not 1 <= last <= size:
-        raise BaPipeError(
-            f"{count} micro-batches of {size} cannot hold a global batch of {plan.minibatch} samples; plan again"
-        )
-    return (*[size] * (count - 1), last)
 
 
 def compute_lane(schedule: Schedule, rank: int) -> Lane:

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import BaPipeError
+from bapipe.io.run_folder import found_folder
 from bapipe.records.plan import Plan
+from bapipe.torch.comm.gloo_groups import meet
 
 __all__ = ["device_of", "join", "planned_rank"]
 
@@ -48,8 +50,15 @@ def join(plan: Plan, timeout: float) -> int:
 
 
 def _join(wanted: int | None, needed: int, patience: datetime.timedelta) -> None:
-    """Meet the other ranks. Those that torchrun starts again keep its store, which still has what the first ones
-    left there, so every attempt has its own part of it."""
+    """Meet the other ranks: at the file of a local run's launcher, or at torchrun's store.
+
+    Those that torchrun starts again keep its store, which still has what the first ones left there, so every
+    attempt has its own part of it.
+    """
+    folder = found_folder()
+    if folder is not None:
+        meet(folder, int(os.environ["RANK"]), needed, patience)
+        return
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

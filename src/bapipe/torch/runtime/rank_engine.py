@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import logging
 import math
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import Precision, find_precision
 from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Action
+from bapipe.schedule.validate import require_valid
 from bapipe.torch.capturing import Captured
+from bapipe.torch.capturing.model_structure import structure_of
 from bapipe.torch.comm import Transport, guarded
 from bapipe.torch.comm.choose_transport import Connection, connect
 from bapipe.torch.comm.nccl import abort_nccl
@@ -33,7 +37,7 @@ from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.dtypes import autocast_dtype
 from bapipe.torch.device.precision_modes import MixedForward, set_precision
-from bapipe.torch.health.process_exit import on_leaving
+from bapipe.torch.health.process_exit import FAILED, on_leaving
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.action_clock import clock_for
 from bapipe.torch.runtime.build_stages import (
@@ -47,13 +51,16 @@ from bapipe.torch.runtime.build_stages import (
 from bapipe.torch.runtime.executor import Executor, RankTrace
 from bapipe.torch.runtime.gradient_sync import MakeSums, Reducer, TiedWeights
 from bapipe.torch.runtime.microbatches import split_inputs, split_targets
+from bapipe.torch.runtime.nonfinite import NonFiniteSearch, layer_weights
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import RunnablePlan, check_precision
 from bapipe.torch.runtime.process_group import device_of, join, planned_rank
 from bapipe.torch.runtime.rank_slice import take_slice
 from bapipe.torch.runtime.rank_state import RankState
 from bapipe.torch.runtime.run_channels import run_channels
+from bapipe.torch.runtime.run_settings import run_settings
 from bapipe.torch.stage.compiled_loss import CompiledWeighing
+from bapipe.torch.stage.forward_watch import ForwardWatch, NotFinite
 from bapipe.torch.stage.loss import LossFunction, LossSum, LossTotals
 from bapipe.torch.stage.loss_weighing import Weighing
 from bapipe.torch.stage.runner import StageRunner
@@ -82,6 +89,7 @@ class Engine:
         self.plan, self.schedule, self.sizes = runnable.plan, runnable.schedule, runnable.sizes
         if not dist.is_initialized():
             take_slice(self.plan, planned_rank(self.plan), None if options.device is None else str(options.device))
+        self._owns_group = not dist.is_initialized()
         self.rank = join(self.plan, options.timeout)
         self.device = device_of(self.plan, options.device)
         if self.device.type == "cuda":
@@ -93,6 +101,8 @@ class Engine:
         """whether this rank computes the loss"""
         self.steps = 0
         """global batches trained so far"""
+        self.step_times: tuple[Sequence[float], float] = ((), 0.0)
+        """of the last sum of losses: every rank's seconds of compute, and the mean of what the step took them"""
         self.watch = options.watch or Watch(runnable.stages_by_rank(), timeout=options.timeout)
         """notices ranks that fail, and lets others know if this one does"""
         self.timeout = datetime.timedelta(seconds=options.timeout)
@@ -100,6 +110,12 @@ class Engine:
         self.clock = clock_for(self.device, trace=options.trace)
         self.precision = _precision(self.plan, options)
         """what it trains in"""
+        self.precision_word = self.precision.word + (
+            ""
+            if options.autocast is None
+            else f" under autocast to {str(options.autocast).removeprefix('torch.')}"
+        )
+        """the same for people and checkpoints, with what the user casts to"""
         check_precision(self.schedule, self.precision)
         set_precision(self.precision, self.device)
         autocast = options.autocast or autocast_dtype(self.precision)
@@ -108,6 +124,10 @@ class Engine:
         with self.watch.guard():
             self._phase("capturing the model")
             captured = planned_model(build_model, self.plan, options.seed, self.precision, autocast)
+            self.structure = structure_of(captured)
+            """what the whole model computes"""
+            self.settings = run_settings(self.schedule, options.seed, loss_fn)
+            """what else a checkpoint records of this training"""
             self._phase(f"building {_named_stages(self.stages)} on {self.device}")
             users = stage_parameters(captured, self.plan)
             self.programs = self._make_programs(options.compile)
@@ -116,8 +136,17 @@ class Engine:
             # One replica of the last stage warns where it is not known over what the loss is a mean.
             self.weighing = self._weighing(loss_fn, warns=self.schedule.placement[-1][0] == self.rank)
             self.loss = LossSum(self.weighing, self.sizes)
+            self._require_running()
             self.runners = self._make_runners()
             self.state = RankState(captured, self.schedule, self.rank, self.runners, users)
+            self.search = NonFiniteSearch(
+                self.rank,
+                self.watch,
+                layer_weights(captured, self.plan, self.stages),
+                {stage: runner.module for stage, runner in self.runners.items()},
+            )
+            """finds where a loss or gradient that is not finite comes from"""
+            self.on_nonfinite = options.on_nonfinite
             self._phase(f"connecting to {len(self.plan.ranks) - 1} other ranks")
             if self.device.type == "cuda":
                 on_leaving(abort_nccl)
@@ -147,6 +176,20 @@ class Engine:
             on_gradients=self.tied.start,
         )
         self.watch.follow(self.executor)
+        self._open = True
+        _close_at_exit(self)
+
+    def _require_running(self) -> None:
+        """Refuse an order that would stop for ever because over some boundary no gradient comes back, which the
+        check of the plan alone cannot know. The same on every rank."""
+        size = max(self.sizes)
+        unanswered = [
+            boundary
+            for boundary in range(self.schedule.num_stages - 1)
+            if self.own.message(boundary, size, True) and not self.own.message(boundary, size, False)
+        ]
+        if unanswered:
+            require_valid(self.schedule, sends="windowed", unanswered=unanswered)
 
     def _phase(self, what: str) -> None:
         self.watch.progress.note(what)
@@ -155,7 +198,7 @@ class Engine:
     def _own_stages(
         self, captured: Captured, checkpoint: str | Path | Mapping[str, Tensor] | None, seed: int
     ) -> OwnStages:
-        materialise_stages(captured, self.plan, self.stages, checkpoint, seed)
+        materialise_stages(captured, self.plan, self.stages, checkpoint, seed, self.structure)
         with self._casting():  # compiled layers have the casts in them
             own = own_stages(
                 captured,
@@ -218,8 +261,18 @@ class Engine:
 
     def close(self) -> None:
         """Let go of threads and links; every rank has taken its last step."""
+        self._open = False
         self.watch.close()
         self.transport.close()
+
+    def close_at_exit(self) -> None:
+        """For a script that ends without `close`, in order: threads of gloo that outlive the interpreter can abort
+        the process while it goes down. Not in the middle of a global batch, whose receives may never end."""
+        if not self._open or FAILED or not self.executor.idle:
+            return
+        self.close()
+        if self._owns_group and self.device.type == "cpu" and dist.is_initialized():
+            dist.destroy_process_group()
 
     def cut(self, inputs: Any, targets: Any) -> MicroBatches:
         """Each micro-batch's input leaves and target, empty where they are not needed here."""
@@ -263,15 +316,22 @@ class Engine:
             self.own.set_dtypes(boundary, dtypes)
         self._dtypes_known = True
 
-    def summed_loss(self, *, divide: bool) -> float:
+    def summed_loss(self, *, divide: bool, times: tuple[float, float] = (0.0, 0.0)) -> float:
         """The loss of the global batch, from the ranks that computed it; divides gradients by the count, if any.
 
-        Where nothing was counted the loss is no number, as in one process, and the gradients are 0.
+        Where nothing was counted the loss is no number, as in one process, and the gradients are 0. `times` are
+        this rank's seconds of compute and of the step, which go along: `step_times` has those of all ranks.
         """
-        sums = torch.tensor(self.loss.sums(), dtype=torch.float64)
+        own = [0.0] * len(self.plan.ranks)
+        own[self.rank] = times[0]
         with self.watch.meeting("summing the loss"), guarded(None):
+            # Reading the sums waits for the device, and so for what NCCL has under way on it with other ranks.
+            losses = self.loss.sums()
+            sums = torch.tensor([*losses, *own, times[1]], dtype=torch.float64)
             dist.all_reduce(sums)
-        totals = LossTotals(*sums.tolist())
+        found = sums.tolist()
+        totals = LossTotals(*found[: len(losses)])
+        self.step_times = found[len(losses) : -1], found[-1] / len(own)
         divisor = totals.divisor()
         if divisor is None:
             return totals.loss
@@ -282,6 +342,29 @@ class Engine:
                 if parameter.grad is not None:
                     parameter.grad /= divisor
         return totals.loss / divisor
+
+    def replay(self, batch: MicroBatches, step: int) -> dict[int, NotFinite]:
+        """Run the forward of a step's global batch again, as it was in training; all ranks do.
+
+        Returns what was not finite, by this rank's stages. Weights, gradients and buffers stay as they are.
+        """
+        written = [
+            (buffer, buffer.clone()) for runner in self.runners.values() for buffer in runner.module.buffers()
+        ]
+        watches = {stage: ForwardWatch() for stage in self.runners}
+        steps, self.steps = self.steps, step
+        for stage, runner in self.runners.items():
+            runner.forward_watch = watches[stage]
+        try:
+            self.run(batch, training=False)
+        finally:
+            self.steps = steps
+            for runner in self.runners.values():
+                runner.forward_watch = None
+            with torch.no_grad():
+                for buffer, value in written:
+                    buffer.copy_(value)
+        return {stage: watch.found for stage, watch in watches.items() if watch.found is not None}
 
     def evaluate(self, inputs: Any, targets: Any) -> float:
         """The loss of one global batch in evaluation mode, on every rank; nothing changes."""
@@ -295,6 +378,18 @@ class Engine:
                 for buffer, value in written:
                     buffer.copy_(value)
             return self.summed_loss(divide=False)
+
+
+def _close_at_exit(engine: Engine) -> None:
+    """Registered without keeping the engine alive."""
+    known = weakref.ref(engine)
+
+    def close() -> None:
+        if (found := known()) is not None:
+            found.close_at_exit()
+
+    atexit.register(close)
+    weakref.finalize(engine, atexit.unregister, close).atexit = False
 
 
 def _precision(plan: Plan, options: PipelineOptions) -> Precision:

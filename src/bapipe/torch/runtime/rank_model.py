@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.records.plan import Plan
+from bapipe.records.training_record import Setting, Structure
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.action_clock import ActionClock
@@ -45,6 +46,21 @@ class RankModel:
     def rank(self) -> int:
         """This process's number in the plan."""
         return self.engine.rank
+
+    @property
+    def structure(self) -> Structure:
+        """What the whole model computes, whatever its parameters are."""
+        return self.engine.structure
+
+    @property
+    def precision(self) -> str:
+        """What it trains in, by its word."""
+        return self.engine.precision_word
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """What else this training goes by and a checkpoint records: the seed, if it has one, and the loss."""
+        return dict(self.engine.settings)
 
     @property
     def device(self) -> torch.device:

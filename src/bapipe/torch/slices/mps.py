@@ -7,6 +7,7 @@ clocks, power, compute mode or MIG. Imports no torch.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -41,6 +42,8 @@ All clients of an MPS server share one pool of queues, of which each gets few wh
 """
 _PATIENCE = 20.0
 """seconds to wait for the daemon to answer or to go"""
+_TRIES = 4
+"""questions to a daemon before it is taken to be gone: it may refuse one while it answers another process"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +154,7 @@ def start(percentages: tuple[float, ...], *, memory: float | None = None, gpu: i
     """Start the MPS daemon for a GPU and remember how it is cut; with a daemon running only the cut changes."""
     slices = Slices(gpu=gpu, percentages=percentages, memory=memory, folder=str(_folder(gpu)))
     _require_gpu(gpu)
-    for name in ("pipe", "log"):
-        (Path(slices.folder) / name).mkdir(parents=True, exist_ok=True)
+    _make_folder(Path(slices.folder))
     if _command(slices, "get_server_list") is None:
         done = subprocess.run(
             [_CONTROL, "-d"],
@@ -167,6 +169,16 @@ def start(percentages: tuple[float, ...], *, memory: float | None = None, gpu: i
             raise BaPipeError(f"{_CONTROL} did not start: {said}; see {slices.folder}/log/control.log")
     write_text(_state(gpu), dump_json(slices))
     return slices
+
+
+def _make_folder(folder: Path) -> None:
+    """The folder of the daemon's pipes and logs, for this user alone: who writes to a pipe commands the daemon."""
+    try:
+        for each in (folder, folder / "pipe", folder / "log"):
+            each.mkdir(parents=True, exist_ok=True)
+            each.chmod(0o700)
+    except OSError as error:
+        raise BaPipeError(f"{folder} cannot be made: {error}; set BAPIPE_CACHE to a folder of yours") from None
 
 
 def _answers(slices: Slices) -> bool:
@@ -184,9 +196,17 @@ def status(gpu: int = 0) -> Slices | None:
         slices = read_versioned(Slices, _state(gpu), schema=SLICES_SCHEMA)
     except FileFormatError:
         return None
-    if shutil.which(_CONTROL) is None or _command(slices, "get_server_list") is None:
-        return None
-    return slices
+    return slices if shutil.which(_CONTROL) is not None and _runs(slices) else None
+
+
+def _runs(slices: Slices) -> bool:
+    """Whether the daemon answers."""
+    for left in reversed(range(_TRIES)):
+        if _command(slices, "get_server_list") is not None:
+            return True
+        if left:
+            time.sleep(0.25)
+    return False
 
 
 def stop(gpu: int = 0) -> bool:
@@ -206,5 +226,5 @@ def stop(gpu: int = 0) -> bool:
 
 
 def exported(variables: Mapping[str, str]) -> str:
-    """The environment as lines for a shell."""
-    return "\n".join(f"export {name}={value}" for name, value in variables.items())
+    """The environment as lines for a shell, values quoted where a shell would take them apart."""
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())

@@ -33,9 +33,10 @@ class ActionError(BaPipeError):
 
 def one_line(error: BaseException) -> str:
     """The error on one line; if it is not BaPipe's own, with the place in the user's code that raised it."""
-    line = (str(error).splitlines() or [""])[0][:300]
+    line = (str(error).splitlines() or [""])[0]
     if isinstance(error, BaPipeError):
-        return line
+        return line[:2000]  # what to do stands at its end
+    line = line[:300]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {line}{place}"

@@ -16,6 +16,7 @@ from bapipe.torch.compiling.compiled_layers import CompiledLayers
 from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.device.h2d_copy import Upload
 from bapipe.torch.device.precision_modes import MixedForward
+from bapipe.torch.stage.forward_watch import ForwardWatch
 from bapipe.torch.stage.input_boundary import Entrance
 from bapipe.torch.stage.loss import LossSum
 from bapipe.torch.stage.saved_tensors import SavedValues
@@ -56,6 +57,8 @@ class StageRunner:
         """what is sent is converted to; None: it has the captured dtypes, as always without autocast"""
         self.made_dtypes: tuple[torch.dtype, ...] = ()
         """of what the last forward made, before it was converted"""
+        self.forward_watch: ForwardWatch | None = None
+        """while it is set, `evaluate` runs the stage as in training, and every value is looked at"""
         self._mixed = _NOTHING if mixed is None else mixed.forward()
         self._casts = mixed is not None
         """whether weights are cast"""
@@ -161,6 +164,10 @@ class StageRunner:
 
     def evaluate(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """As `forward`, but nothing is kept."""
+        if self.forward_watch is not None:
+            with torch.no_grad():
+                made = self._run(microbatch, received, count=True)
+            return () if self._loss is not None else self._sent(made)
         with torch.no_grad(), _evaluating(self._evaluation[self._sizes[microbatch]]):
             made = self._run(microbatch, received, count=True, modules=self._evaluation)
         return () if self._loss is not None else self._sent(made)
@@ -219,7 +226,10 @@ class StageRunner:
         if self._defers and modules is None:
             self._defer(module, microbatch)
         with self._watched(microbatch), self._mixed:
-            made = functional_call(module, others, values) if others else module(*values)
+            if self.forward_watch is not None:
+                made = self.forward_watch.run(module, values)
+            else:
+                made = functional_call(module, others, values) if others else module(*values)
         if self._loss is None:
             return tuple(made)
         assert self._output is not None

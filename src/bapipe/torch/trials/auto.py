@@ -24,15 +24,15 @@ from bapipe.hardware.precision import DEFAULT_PRECISION, find_precision
 from bapipe.io.files import content_hash, dump_json, read_versioned, write_text
 from bapipe.models.builtin import Argument
 from bapipe.models.model_spec import model_ref
-from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
+from bapipe.planner import Exploration, Request, explore, make_plan
 from bapipe.records.plan import Plan, write_plan
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.profiler import MeasureSettings, profile_model
 from bapipe.torch.profiler.detect_machine import Machine, cluster_text, detect
 from bapipe.torch.profiler.profile_module import quiet
-from bapipe.torch.trials.plan_race import RaceResult, race, with_measured_time
+from bapipe.torch.trials.plan_race import RaceResult, race_found, with_measured_time
 from bapipe.torch.trials.probe import probe, probe_plans
-from bapipe.torch.trials.run_trials import steps_for
+from bapipe.torch.trials.run_trials import estimated_seconds
 from bapipe.units import format_seconds
 
 __all__ = ["AutoOptions", "AutoResult", "auto"]
@@ -42,8 +42,6 @@ _PER_RANK = {"cpu": 16, "gpu": 64}
 _SIZES = 4
 """micro-batch sizes that are measured where none are given"""
 _MADE = "bapipe.calibrated/1"
-_START = 12.0
-"""seconds to start the ranks and capture the model, for estimates"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +123,7 @@ def auto(
     batch = options.global_batch or _PER_RANK[machine.kind] * count
     sizes = options.micro_batches or _sizes(batch, count)
     profile = _profile(model, machine, sizes, options, steps, progress)
-    request = Request(minibatch=batch, optimizer=options.optimizer)
+    request = Request(global_batch=batch, optimizer=options.optimizer)
     run = RunOptions(timeout=options.timeout, device="cuda" if machine.kind == "gpu" else "cpu")
 
     in_run, links = folder / "profile-in-run.json", folder / "cluster-in-run.toml"
@@ -141,13 +139,9 @@ def auto(
     predicted = make_plan(found)
     label, seconds = found.best.candidate.label, predicted.prediction.time
     say(f"  {label}: {format_seconds(seconds)} per global batch predicted")
-    plan, raced = predicted, None
-    candidates = race_candidates(found, limit=options.racing)
-    if len(candidates) > 1:
-        steps.begin(
-            f"racing {len(candidates)} plans that lie within error of each other", 2 * _seconds(candidates)
-        )
-        raced = race(candidates, run, code=Path.cwd())
+    plan = predicted
+    raced = race_found(found, run, limit=options.racing, code=Path.cwd(), report=say)
+    if raced is not None:
         plan = with_measured_time(raced.best, calibrated.profile)
     out = folder / "plan.json"
     write_plan(plan, out)
@@ -256,13 +250,13 @@ def _calibrate(
     in_run, links, made = (
         options.folder / name for name in ("profile-in-run.json", "cluster-in-run.toml", "calibrated.json")
     )
-    key = content_hash([profile.hash, cluster, request.minibatch])
+    key = content_hash([profile.hash, cluster, request.global_batch])
     if made.exists() and not options.fresh and read_versioned(_CalibratedFrom, made, schema=_MADE).key == key:
         steps.begin(f"{in_run} has the corrected costs already (--fresh measures them again)", None)
         return Calibrated(profile=read_profile(in_run), cluster=read_cluster(str(links)), changes=())
-    assert request.minibatch is not None
-    plans = probe_plans(profile, cluster, request, request.minibatch)
-    steps.begin(f"correcting layers and links by {len(plans)} short runs", _seconds(plans))
+    assert request.global_batch is not None
+    plans = probe_plans(profile, cluster, request, request.global_batch)
+    steps.begin(f"correcting layers and links by {len(plans)} short runs", estimated_seconds(plans))
     found, _ = probe(profile, cluster, plans, run, code=Path.cwd())
     write_calibrated(found, in_run, links)
     write_text(made, dump_json(_CalibratedFrom(key=key)))
@@ -276,7 +270,3 @@ def _sizes(batch: int, ranks: int) -> tuple[int, ...]:
         2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most and batch % 2**exponent == 0
     ]
     return tuple(powers[-_SIZES:])
-
-
-def _seconds(plans: tuple[Plan, ...]) -> float:
-    return _START + sum(steps_for(plan) * plan.prediction.time for plan in plans)

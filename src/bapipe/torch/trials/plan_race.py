@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import quantiles
 
+from bapipe.analysis.calibrate import ShortRun, calibrate
 from bapipe.analysis.recalibrate import predict_again, recalibrate
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
+from bapipe.planner import Exploration, explore, race_candidates, unraced_candidates
 from bapipe.records.plan import Plan
 from bapipe.torch.launch.run_options import RunOptions
-from bapipe.torch.trials.run_trials import Report, run_trials
+from bapipe.torch.trials.run_trials import Report, estimated_seconds, run_trials
 from bapipe.torch.trials.trial_record import Trial
 from bapipe.units import format_seconds
 
-__all__ = ["RaceResult", "race", "with_measured_time"]
+__all__ = ["RaceResult", "race", "race_found", "with_measured_time"]
 
 _TIMES = 2
 """each plan runs so often, in turns, so that a machine whose speed drifts treats all alike"""
@@ -38,17 +40,61 @@ class RaceResult:
     """fastest first; those that failed last"""
 
 
-def race(plans: Sequence[Plan], options: RunOptions, *, code: Path, report: Report | None = None) -> RaceResult:
+def race(plans: Sequence[Plan], options: RunOptions, *, code: Path) -> RaceResult:
     """Run every plan for a few steps and choose the fastest; of those as fast, the first in the list."""
-    trials = run_trials(plans, options, code=code, times=_TIMES, report=report)
+    trials = run_trials(plans, options, code=code, times=_TIMES)
     timed = [(trial.seconds, index) for index, trial in enumerate(trials) if trial.seconds is not None]
     if not timed:
         reason = next((trial.failure for trial in trials if trial.failure), "none was tried")
         raise BaPipeError(f"no plan could be run: {reason}")
     fastest = min(timed)
     chosen = min(index for _, index in timed if _as_fast(trials[index], trials[fastest[1]]))
-    order = sorted(range(len(trials)), key=lambda index: (trials[index].seconds or float("inf"), index))
-    return RaceResult(best=trials[chosen], trials=tuple(trials[index] for index in order))
+    return RaceResult(best=trials[chosen], trials=_ordered(trials))
+
+
+def race_found(
+    found: Exploration, options: RunOptions, *, limit: int, code: Path, report: Report | None = None
+) -> RaceResult | None:
+    """Race at most so many plans of a search that may be the fastest; None where only the chosen one may be.
+
+    Their runs say more of layers and links than was known before. Where the search with that finds other plans
+    that should be faster, these are raced against the fastest in a second round.
+    """
+    plans = race_candidates(found, limit=limit)
+    if len(plans) == 1:
+        return None
+    say = report or _silent
+    say(f"racing {len(plans)} plans that lie within error of each other, {_about(plans)}")
+    first = race(plans, options, code=code)
+    assert first.best.seconds is not None
+    runs = [
+        ShortRun(plan=trial.plan, records=trial.records, seconds=trial.seconds)
+        for trial in first.trials
+        if trial.seconds is not None and trial.plan.schedule.flushes
+    ]
+    known = calibrate(found.profile, found.hardware.cluster, runs)
+    again = explore(known.profile, known.cluster, found.request)
+    others = unraced_candidates(found, again, plans, beat=first.best.seconds, limit=limit - 1)
+    if not others:
+        return first
+    again_raced = [first.best.plan, *others]
+    say(f"racing {len(others)} that should be faster by what these runs took, {_about(again_raced)}")
+    second = race(again_raced, options, code=code)
+    before = [trial for trial in first.trials if trial.plan is not first.best.plan]
+    return RaceResult(best=second.best, trials=_ordered([*second.trials, *before]))
+
+
+def _about(plans: Sequence[Plan]) -> str:
+    return f"about {estimated_seconds(plans, _TIMES):.0f} s"
+
+
+def _silent(_line: str) -> None:
+    pass
+
+
+def _ordered(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The fastest first, those that failed last."""
+    return tuple(sorted(trials, key=lambda trial: trial.seconds or math.inf))
 
 
 def _as_fast(trial: Trial, fastest: Trial) -> bool:
@@ -80,7 +126,7 @@ def with_measured_time(trial: Trial, profile: Profile) -> Plan:
     prediction = replace(
         plan.prediction,
         time=trial.seconds,
-        throughput=plan.minibatch / trial.seconds,
+        throughput=plan.global_batch / trial.seconds,
         gap=trial.seconds / plan.prediction.lower_bound - 1,
         low=min(steps),
         high=max(steps),

@@ -24,13 +24,13 @@ _TIMES = 2
 """each of them runs so often, in turns"""
 
 
-def probe_plans(profile: Profile, cluster: Cluster, request: Request, minibatch: int) -> tuple[Plan, ...]:
+def probe_plans(profile: Profile, cluster: Cluster, request: Request, global_batch: int) -> tuple[Plan, ...]:
     """What to run to measure with: pipelines over all accelerators, each of which waits for its messages,
     at the smallest and the largest micro-batch that a plan may take, and data parallelism; what fits of these."""
     count = len(cluster)
     types = {item.type for item in cluster.accelerators}
     known = {size for name in types for size in profile.table(name).microbatches}
-    sizes = sorted(size for size in known if size <= max(1, minibatch // count)) or sorted(known)[:1]
+    sizes = sorted(size for size in known if size <= max(1, global_batch // count)) or sorted(known)[:1]
     depth = min(count, len(profile.layers))
     found = []
     wanted = [
@@ -41,7 +41,7 @@ def probe_plans(profile: Profile, cluster: Cluster, request: Request, minibatch:
     for schedule, size, stages in dict.fromkeys(wanted):
         samples = size * count if schedule == "data-parallel" else size * _MICROBATCHES * count
         own = Request(
-            minibatch=samples,
+            global_batch=samples,
             microbatch=size,
             schedule=schedule,
             stages=stages,

@@ -13,12 +13,14 @@ from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.runtime.plan_checks import check_plan
 from bapipe.torch.trials.trial_record import Trial, read_result, write_jobs
 
-__all__ = ["run_trials", "steps_for"]
+__all__ = ["estimated_seconds", "run_trials", "steps_for"]
 
 _SECONDS = 1.5
 """to spend on the timed steps of one plan, about"""
 _LEAST, _MOST = 3, 24
 """timed steps of one plan"""
+_START = 12.0
+"""seconds to start the ranks and capture the model, for estimates"""
 
 Report = Callable[[str], None]
 """called with what is being tried"""
@@ -56,7 +58,7 @@ def _launch(
         folder = Path(name)
         write_jobs(folder, [(plans[index], steps_for(plans[index])) for index in waiting])
         worker = ["-m", "bapipe.torch.trials.trial_worker", name, options.to_json(), "--code", str(code)]
-        failure = attempt(check_plan(plans[waiting[0]]), worker)
+        failure = attempt(check_plan(plans[waiting[0]]), worker, timeout=options.timeout)
         for number, index in enumerate(waiting):
             record = read_result(folder, number)
             if record is None:
@@ -72,3 +74,8 @@ def steps_for(plan: Plan) -> int:
     """Steps to run of a plan: a warm-up, and as many as take about a second and a half."""
     wanted = math.ceil(_SECONDS / max(plan.prediction.time, 1e-6))
     return 1 + min(_MOST, max(_LEAST, wanted))
+
+
+def estimated_seconds(plans: Sequence[Plan], times: int = 1) -> float:
+    """About how long it takes to try the plans so often."""
+    return _START + times * sum(steps_for(plan) * plan.prediction.time for plan in plans)

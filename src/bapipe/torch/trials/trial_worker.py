@@ -1,4 +1,4 @@
-"""One rank of trials, as torchrun starts it: several plans of one model, one after another.
+"""One rank of trials: several plans of one model, one after another.
 
 The model is built and captured once. Each plan trains at a learning rate of 0, so that all see the same weights.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,19 +20,18 @@ if __name__ == "__main__":  # before torch, which takes seconds to import
 import torch
 import torch.distributed as dist
 
-from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import write_run
 from bapipe.torch.capturing import capture
 from bapipe.torch.device.cpu_heap import keep_heap
-from bapipe.torch.health.failure import Failure, RunError, write_failure, write_finished
+from bapipe.torch.health.failure import RunError, write_failure, write_finished
 from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.launch.log_lines import print_log
+from bapipe.torch.launch.rank_failure import failure_of
 from bapipe.torch.launch.run_options import RunOptions, parse_options
 from bapipe.torch.launch.train import PreparedModel, train
 from bapipe.torch.runtime.plan_checks import ranks_on_gpus, threads_of, trusted_plan
 from bapipe.torch.runtime.process_group import join
-from bapipe.torch.stage.error_context import one_line
 from bapipe.torch.trials.trial_record import read_jobs, result_file
 
 __all__ = ["main"]
@@ -54,12 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not error.reported:
             write_failure(error.failure, read.notes, by=rank)
         return error.failure.code
-    except Exception as error:
-        code = 2 if isinstance(error, BaPipeError) else 1
-        where = "" if isinstance(error, BaPipeError) else f"rank {rank}"
-        failure = Failure(rank=rank, by=rank, where=where, reason=one_line(error), code=code, at=time.time())
+    except BaseException as error:
+        failure = failure_of(error, rank, None)
         write_failure(failure, read.notes, by=rank)
-        return code
+        return failure.code
     write_finished(read.notes, by=rank)
     return 0
 

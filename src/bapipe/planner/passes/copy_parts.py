@@ -1,0 +1,178 @@
+"""Pass: on a large cluster, copies of a plan that is searched for a part of it.
+
+A cluster of hundreds of accelerators is divided into equal parts. For every size of part the pipelines of each
+micro-batch size are outlined, without simulating all micro-batches; the best sizes of part are then searched as
+clusters of their own, and their plans run as data-parallel copies whose gradients are summed between the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from bapipe.costs.stage_memory import UnitBytes
+from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.planner.cluster_parts import Part, copies_on, copies_wanted, parts_of
+from bapipe.planner.data_parallel import data_parallel_candidate
+from bapipe.planner.evaluate import Candidate, StageChoice, evaluate
+from bapipe.planner.hybrids import REPLICATED
+from bapipe.planner.outline import Outline, outline
+from bapipe.planner.passes.reorder import reorder_pipelines
+from bapipe.planner.passes.try_sizes import try_sizes
+from bapipe.planner.pipelines import FAMILIES, Family, optimal
+from bapipe.planner.state import SearchState
+
+__all__ = ["copy_parts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Trial:
+    """The outline of one pipeline, copied to all parts."""
+
+    part: Part
+    size: int
+    found: Outline
+
+
+def copy_parts(state: SearchState) -> None:
+    """Add copies of the best plans for parts of a large cluster, and data parallelism over all of it.
+
+    Outlines of mixed parts take long, because types may follow one another in any order; so a mixed cluster that
+    was searched as a whole is not divided.
+    """
+    mixed = len({item.type for item in state.cluster.accelerators}) > 1
+    if not copies_wanted(state) or (mixed and state.tried_sizes):
+        return
+    trials = list(_trials(state))
+    fitting = sorted((trial for trial in trials if trial.found.fits), key=lambda trial: trial.found.time)
+    if not fitting:
+        for trial in trials[-1:]:
+            state.incumbents.add(_family(trial.found.evaluation.candidate), trial.found.evaluation)
+        return
+    within = state.tuning.near_part * fitting[0].found.time
+    near = [trial for trial in fitting if trial.found.time <= within]
+    parts = list(dict.fromkeys(trial.part for trial in near))[: state.tuning.searched_parts]
+    # The smallest part is quickly searched, and other schedules and cuts may suit it better than the outlined.
+    smallest = min((trial.part for trial in fitting), key=len)
+    for part in dict.fromkeys([*parts, smallest]):
+        sizes = list(dict.fromkeys(trial.size for trial in fitting if trial.part is part))
+        _search_part(state, part, tuple(sizes[: state.tuning.part_sizes]))
+
+
+def _trials(state: SearchState) -> Iterator[_Trial]:
+    """Outlines of pipelines on parts of every size; ends where larger parts have stopped to be faster."""
+    fastest, slower = float("inf"), 0
+    for part in parts_of(state.cluster, state.global_batch):
+        if len(part) > len(state.profile.layers) or slower == state.tuning.slower_parts:
+            break
+        if not _may_fit(state, part):
+            continue
+        trials = list(_of_part(state, part))
+        yield from trials
+        best = min((trial.found.time for trial in trials if trial.found.fits), default=float("inf"))
+        if best < float("inf"):
+            slower = 0 if best < (1 - state.tuning.as_fast) * fastest else slower + 1
+        fastest = min(fastest, best)
+
+
+def _may_fit(state: SearchState, part: Part) -> bool:
+    """Whether the part has memory for one copy of weights, gradients and optimizer state."""
+    chain = state.chain(min(state.sizes))
+    needed = float(UnitBytes.of(chain).always(state.hardware.static_copies()).sum())
+    return needed <= sum(part.cluster.type_of(index).memory for index in range(len(part)))
+
+
+def _of_part(state: SearchState, part: Part) -> Iterator[_Trial]:
+    """The pipelines of each micro-batch size, most promising first, until no size can be faster."""
+    share = state.narrowed(
+        replace(state.request, global_batch=state.global_batch // part.copies),
+        sizes=tuple(size for size in state.sizes if state.global_batch // part.copies % size == 0),
+        cluster=part.cluster,
+    )
+    fastest = float("inf")
+    for size in sorted(share.sizes, key=lambda size: share.perfect_time(share.chain(size))):
+        if share.perfect_time(share.chain(size)) >= fastest:
+            break
+        for found in _outlines(state, share, part, size):
+            yield _Trial(part=part, size=size, found=found)
+            if found.fits:
+                fastest = min(fastest, found.time)
+
+
+def _outlines(state: SearchState, share: SearchState, part: Part, size: int) -> Iterator[Outline]:
+    chain, microbatches, request = share.chain(size), share.global_batch // size, state.request
+    if len(part) == 1:
+        if request.schedule in (None, "data-parallel"):
+            candidate = copies_on(part, data_parallel_candidate(chain, share.hardware, microbatches))
+            evaluation = evaluate(candidate, state.hardware)
+            yield Outline(time=evaluation.time, evaluation=evaluation)
+        return
+    for family in _families(request.schedule, request.cap):
+        tried: list[list[StageChoice]] = []
+        for fast in (True,) if part.cluster.between is None else (True, False):
+            try:
+                stages = optimal(chain, share.hardware, family, microbatches, fast_links=fast, tuning=state.tuning)
+            except InfeasibleError:
+                continue
+            if stages in tried:
+                continue
+            tried.append(stages)
+            found = outline(
+                chain,
+                stages,
+                family,
+                microbatches,
+                part=part,
+                hardware=state.hardware,
+                own=share.hardware,
+                tuning=state.tuning,
+            )
+            if found is not None:
+                yield found
+
+
+def _families(wanted: str | None, cap: int | None) -> list[Family]:
+    """The schedules that sizes of parts are compared by: what is asked for, or a few that fill their bubbles, hold
+    little or may recompute."""
+    names = ("1f1b", "zb", "1f1b-sno", "zb-h1") if wanted is None else (wanted,)
+    return [replace(FAMILIES[name].unreplicated(), cap=cap) for name in names if name in FAMILIES]
+
+
+def _search_part(state: SearchState, part: Part, sizes: tuple[int, ...]) -> None:
+    """Add copies of the best plans that the part alone has at these micro-batch sizes."""
+    request = replace(state.request, global_batch=state.global_batch // part.copies)
+    share = state.narrowed(request, sizes=sizes, cluster=part.cluster)
+    most = state.tuning.whole_actions // len(part)
+    share.tried_sizes = tuple(size for size in sizes if share.global_batch // size <= most)
+    try:
+        for run in (try_sizes, reorder_pipelines):
+            run(share)
+    except BaPipeError:
+        return
+    for candidate in _copyable(share):
+        nodes = {item.node for item in state.cluster.accelerators}
+        for near in (False, True) if len(nodes) > 1 and part.copies > 1 else (False,):
+            copied = copies_on(part, candidate, near=near)
+            state.incumbents.add(_family(copied), evaluate(copied, state.hardware))
+
+
+def _copyable(share: SearchState) -> list[Candidate]:
+    """The plans of a part that run in copies, from the fastest on.
+
+    Data parallelism on a part is what it is on all parts, and those of one accelerator have no other.
+    """
+    found = []
+    for own in share.incumbents.ranked():
+        candidate = own.candidate
+        name, alone = candidate.schedule.name, len(share.cluster) == 1
+        runs = name == "data-parallel" if alone else name in REPLICATED and len(candidate.stages) > 1
+        if own.short is None and runs:
+            found.append(candidate)
+    return found[: share.tuning.replicated_pipelines]
+
+
+def _family(candidate: Candidate) -> str:
+    if len(candidate.stages) == 1:
+        accumulates = candidate.schedule.num_microbatches > 1
+        return "data-parallel, accumulated" if accumulates else "data-parallel"
+    return f"{candidate.schedule.name}, hybrid"

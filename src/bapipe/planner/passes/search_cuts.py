@@ -1,0 +1,84 @@
+"""Pass: plans that only the simulator finds, tried many at once as far as the effort goes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+from bapipe.errors import BaPipeError
+from bapipe.planner.cut_search import CutSearch
+from bapipe.planner.effort import effort_of
+from bapipe.planner.evaluate import Evaluation, StageChoice
+from bapipe.planner.order_space import order_spaces
+from bapipe.planner.passes.reorder import reorder_pipelines
+from bapipe.planner.pipelines import interleaved_candidate
+from bapipe.planner.plan_climb import climb
+from bapipe.planner.state import SearchState
+
+__all__ = ["search_cuts"]
+
+
+def search_cuts(state: SearchState) -> None:
+    """Add what is faster than all plans so far: other cuts, orders of accelerators, replicas, in-flight counts.
+
+    Where nothing fits, the lightest cuts too. A large problem is left to the exact partition unless more effort is
+    asked for.
+    """
+    request = state.request
+    kinds = {state.cluster.type_of(index).execution for index in range(len(state.cluster))}
+    if request.strategy != "exact" or state.paper or kinds != {"synchronous"}:
+        return
+    search = CutSearch(state, effort_of(request.effort, state.tuning))
+    if not order_spaces(request):
+        _interleave_on_fewer(state, search)
+        return
+    if not state.thorough(len(state.profile.layers)) and request.effort in ("low", "normal"):
+        if search.best is None:
+            _fit(state, search)
+        return
+    before, shapes = search.best, search.shapes()
+    if search.open == 0.0:
+        # Too many plans to list them all: those near the best ones first.
+        if any(own.short is not None for own in state.incumbents.by_family.values()):
+            _fit(state, search)
+        for start in _starts(state):
+            climb(state, search, start)
+    search.sweep(shapes)
+    _interleave_on_fewer(state, search)
+    if search.best is None:
+        _fit(state, search)
+    state.unsearched = search.open
+    if search.best is not before and request.schedule in (None, "zb"):
+        reorder_pipelines(state)  # the new best may have an order made for its times, too
+
+
+def _fit(state: SearchState, search: CutSearch) -> None:
+    """Add the lightest cuts at every micro-batch size."""
+    for size in state.tried_sizes:
+        search.fit(state.chain(size))
+
+
+def _interleave_on_fewer(state: SearchState, search: CutSearch) -> None:
+    """Add interleaving on fewer ranks than there are accelerators, where that is faster than all else."""
+    request, count = state.request, len(state.cluster)
+    if request.schedule not in (None, "interleaved") or request.stages is not None:
+        return
+    for size in state.tried_sizes if count <= state.tuning.fewer_ranks else ():
+        chain, microbatches = state.chain(size), state.global_batch // size
+        for ranks, virtual in itertools.product(range(min(count - 1, microbatches), 1, -1), (2, 3)):
+            best = search.best
+            if best is None or state.perfect_time(chain, ranks) < best.time:
+                with contextlib.suppress(BaPipeError):
+                    search.offer(
+                        interleaved_candidate(chain, state.hardware, microbatches, ranks=ranks, virtual=virtual)
+                    )
+
+
+def _starts(state: SearchState) -> list[Evaluation]:
+    """The best pipelines that fit and are near the best, each of other stages."""
+    best, found = state.incumbents.best, dict[tuple[StageChoice, ...], Evaluation]()
+    for own in state.incumbents.ranked():
+        near = best is not None and own.time <= state.tuning.near_best * best.time
+        if own.short is None and near and len(own.candidate.stages) > 1:
+            found.setdefault(own.candidate.stages, own)
+    return list(found.values())[: state.tuning.search_starts]

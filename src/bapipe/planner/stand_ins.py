@@ -1,0 +1,60 @@
+"""Few copies of a pipeline that stand for all: what is simulated of a plan for hundreds of accelerators.
+
+Copies share nothing but the all-reduce, unless a bus joins them, and those whose links are alike take the same
+times. So one of each kind of copy is simulated, two at least, with the all-reduce that all copies take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bapipe.hardware.cluster import Cluster
+from bapipe.schedule.actions import Schedule
+from bapipe.schedule.replicas import replicated_pipelines
+
+__all__ = ["stand_ins"]
+
+
+def stand_ins(
+    schedule: Schedule, ranks: Sequence[int], copies: int, cluster: Cluster
+) -> tuple[Schedule, tuple[int, ...]]:
+    """The schedule of few copies that take as long as all, and the accelerator of each of its ranks.
+
+    `schedule` is that of one copy, `ranks` has the accelerators of all: rank i of copy k is entry i · copies + k.
+    Linear in the accelerators.
+    """
+    own = [tuple(ranks[copy::copies]) for copy in range(copies)]
+    kinds: dict[tuple[object, ...], int] = {}
+    for copy, accelerators in enumerate(own):
+        kinds.setdefault(_links(schedule, accelerators, cluster), copy)
+    chosen = sorted(kinds.values())
+    if len(chosen) == 1:
+        chosen.append(next(copy for copy in range(copies) if copy != chosen[0]))
+    if cluster.bus_bandwidth is not None:
+        chosen = _on_their_nodes(chosen, own, cluster)
+    together = replicated_pipelines([schedule] * len(chosen))
+    return together, tuple(own[copy][rank] for rank in range(schedule.num_ranks) for copy in chosen)
+
+
+def _links(schedule: Schedule, accelerators: Sequence[int], cluster: Cluster) -> tuple[object, ...]:
+    """What tells the times of two copies apart: the links between their stages."""
+    found: list[object] = []
+    for ahead, behind in zip(schedule.placement[:-1], schedule.placement[1:], strict=True):
+        for source in ahead:
+            for target in behind:
+                one, other = accelerators[source], accelerators[target]
+                same_node = cluster.accelerators[one].node == cluster.accelerators[other].node
+                found += [cluster.link(one, other), same_node]
+    return tuple(found)
+
+
+def _on_their_nodes(chosen: Sequence[int], own: Sequence[tuple[int, ...]], cluster: Cluster) -> list[int]:
+    """These copies and those that share a bus with them, directly or through others."""
+    places = [{cluster.accelerators[index].node for index in accelerators} for accelerators in own]
+    nodes = set().union(*(places[copy] for copy in chosen))
+    while True:
+        found = [copy for copy, place in enumerate(places) if place & nodes]
+        reached = nodes.union(*(places[copy] for copy in found))
+        if reached == nodes:
+            return found
+        nodes = reached

@@ -5,7 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BaPipeError", "DeadlockError", "FileFormatError", "InfeasibleError", "ScheduleError", "nearest"]
+__all__ = [
+    "BaPipeError",
+    "DeadlockError",
+    "FileFormatError",
+    "InfeasibleError",
+    "ScheduleError",
+    "first_line",
+    "nearest",
+]
 
 
 class BaPipeError(Exception):
@@ -26,6 +34,11 @@ class DeadlockError(ScheduleError):
 
 class InfeasibleError(BaPipeError):
     """No plan fits what was asked."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

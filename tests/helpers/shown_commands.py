@@ -26,6 +26,15 @@ PAGES = sorted(
 )
 _STAND_INS = (
     (r"^bapipe profile (?:vgg16|gnmt-8)\b", "bapipe profile examples.tiny_model:build --iterations 1"),
+    (
+        r"hf:gpt2 --arg n_layer=4",
+        "hf:gpt2 --arg n_layer=2 --arg n_embd=32 --arg n_head=2 --arg vocab_size=64 --iterations 1",
+    ),
+    (
+        r"hf:llama --arg num_hidden_layers=4",
+        "hf:llama --arg num_hidden_layers=2 --arg hidden_size=32 --arg intermediate_size=32 --arg vocab_size=64 "
+        "--arg num_attention_heads=2 --arg num_key_value_heads=2 --iterations 1",
+    ),
     (r"--device cuda", "--device cpu --threads 1"),
     (r" --slice-of \d+ --slice-memory \w+", ""),
     (r"--micro-batch [\d,]+", "--micro-batch 4,8"),

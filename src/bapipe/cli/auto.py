@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bapipe.cli.options import PRECISION_HELP, optimizer_options, read_optimizer, renamed
+from bapipe.cli.options import (
+    PRECISION_HELP,
+    model_options,
+    optimizer_options,
+    read_model_arguments,
+    read_optimizer,
+    renamed,
+)
 from bapipe.cli.progress import progress_bar
 from bapipe.cli.values import Counts
 from bapipe.hardware.precision import DEFAULT_PRECISION
-from bapipe.models.model_spec import parse_arguments
 from bapipe.units import format_seconds
 
 if TYPE_CHECKING:
@@ -22,7 +28,7 @@ __all__ = ["auto_command", "calibrate_command", "print_race"]
 
 @click.command("auto")
 @click.argument("model")
-@click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="Passed to the model's function.")
+@model_options
 @renamed("--global-batch", type=int, help="Samples per optimizer step.  [default: 64 per GPU, 16 per CPU rank]")
 @renamed("--micro-batch", "micro_batches", type=Counts(), help="Sizes to consider.  [default: powers of two]")
 @click.option("--ranks", type=int, help="Accelerators to use.  [default: all GPUs, or all cores]")
@@ -51,9 +57,10 @@ __all__ = ["auto_command", "calibrate_command", "print_race"]
 def auto_command(model: str, **options: Any) -> None:
     """Find the fastest way to train MODEL on this machine: detect, measure, plan, race.
 
-    MODEL is package.module:function, which returns a module, (module, args) or (module, args, kwargs); or vgg16,
-    resnet50, gnmt-8, gpt, unet. Layers and links are corrected by short runs, and plans whose predictions lie
-    within error of each other are run for a few steps: the fastest goes to plan.json.
+    MODEL is package.module:function, which returns a module, (module, args) or (module, args, kwargs); a model of
+    transformers as hf:gpt2, hf:folder or hf:org/name; or vgg16, resnet50, gnmt-8, gpt, unet. Layers and links are
+    corrected by short runs, and plans whose predictions lie within error of each other are run for a few steps:
+    the fastest goes to plan.json.
 
     \b
     Examples:
@@ -64,7 +71,7 @@ def auto_command(model: str, **options: Any) -> None:
 
     options["optimizer"] = read_optimizer(options)
     steps, check = options.pop("steps"), options.pop("check")
-    arguments = parse_arguments(options.pop("arguments"))
+    arguments = read_model_arguments(model, options)
     micro_batches = tuple(sorted(set(options.pop("micro_batches") or ())))
     with progress_bar("capturing") as bar:
         found = auto(

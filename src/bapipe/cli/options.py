@@ -8,9 +8,21 @@ from typing import Any
 import click
 
 from bapipe.costs.optimizers import optimizer_text
+from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import WORDS
+from bapipe.models.builtin import Argument
+from bapipe.models.model_spec import HUGGING_FACE, parse_arguments
 
-__all__ = ["OLD_NAMES", "PRECISION_HELP", "RenamedOption", "optimizer_options", "read_optimizer", "renamed"]
+__all__ = [
+    "OLD_NAMES",
+    "PRECISION_HELP",
+    "RenamedOption",
+    "model_options",
+    "optimizer_options",
+    "read_model_arguments",
+    "read_optimizer",
+    "renamed",
+]
 
 PRECISION_HELP = ", ".join(WORDS) + "."
 
@@ -41,6 +53,35 @@ def renamed(name: str, *declarations: str, **attributes: Any) -> Callable[[Any],
     """`click.option` for a name in OLD_NAMES."""
     assert name in OLD_NAMES
     return click.option(name, *declarations, cls=RenamedOption, **attributes)
+
+
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What a command takes beside the MODEL that it builds."""
+    command = click.option(
+        "--lora",
+        metavar="r=8[,…]",
+        help=f"Train LoRA adapters of PEFT on an {HUGGING_FACE} model; also alpha, dropout, targets=a+b.",
+    )(command)
+    return click.option(
+        "--arg",
+        "arguments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help=f"Passed to the model's function; of an {HUGGING_FACE} model: to its config.",
+    )(command)
+
+
+def read_model_arguments(model: str, options: dict[str, Any]) -> dict[str, Argument]:
+    """The arguments of the model's function from `model_options`, which are taken out of the options."""
+    found, lora = parse_arguments(options.pop("arguments")), options.pop("lora")
+    if lora is None:
+        return found
+    if not model.strip().lower().startswith(HUGGING_FACE):
+        raise BaPipeError(
+            f"--lora is for models of transformers ({HUGGING_FACE}…), got '{model[:60]}'; put adapters into the "
+            "function that builds yours"
+        )
+    return {**found, "lora": lora}
 
 
 def optimizer_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bapipe.cli.options import PRECISION_HELP, optimizer_options, read_optimizer, renamed
+from bapipe.cli.options import (
+    PRECISION_HELP,
+    model_options,
+    optimizer_options,
+    read_model_arguments,
+    read_optimizer,
+    renamed,
+)
 from bapipe.cli.progress import progress_bar
 from bapipe.cli.values import Counts, Numbers
 from bapipe.costs.profile import CostTable, read_profile, write_profile
@@ -19,7 +26,6 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import DEFAULT_PRECISION
 from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.io.files import dump_json, write_text
-from bapipe.models.model_spec import parse_arguments
 from bapipe.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +49,7 @@ __all__ = [
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @renamed("--micro-batch", "microbatches", type=Counts(), default="1,2,4,8", show_default=True, help="Sizes.")
 @renamed("--precision", default=DEFAULT_PRECISION, show_default=True, help=PRECISION_HELP)
-@click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="Passed to the model's function.")
+@model_options
 @click.option(
     "-o", "--out", type=click.Path(dir_okay=False), help="Write profile.json (with --links: cluster.toml)."
 )
@@ -83,13 +89,15 @@ __all__ = [
 def profile_command(model: str | None, **options: Any) -> None:
     """Measure what every layer of MODEL costs on a device of this machine.
 
-    MODEL is package.module:function, which returns (module, args, kwargs), or vgg16, resnet50, gnmt-8, gpt, unet.
+    MODEL is package.module:function, which returns (module, args, kwargs); a model of transformers as hf:gpt2,
+    hf:folder or hf:org/name; or vgg16, resnet50, gnmt-8, gpt, unet.
     Ctrl-C keeps what was measured: the same command goes on from there.
 
     \b
     Examples:
       bapipe profile vgg16 --device cuda --micro-batch 1,2,4,8,16,32,64 -o profile.json
       bapipe profile my_package.my_model:build --arg layers=24 --precision bf16-mixed --device cuda -o profile.json
+      bapipe profile hf:llama --arg num_hidden_layers=8 --lora r=8 --device cuda -o profile.json
       bapipe profile gnmt-8 --device cuda --slice-of 4 --slice-memory 16GB -o slice.json
       bapipe profile --links --ranks 4 -o cluster.toml
     """
@@ -123,7 +131,7 @@ def _check_out(path: str | None) -> None:
 def _profile(model: str, options: dict[str, Any]) -> Profiled:
     from bapipe.torch.profiler import MeasureSettings, profile_model
 
-    arguments = parse_arguments(options["arguments"])
+    arguments = read_model_arguments(model, options)
     settings = MeasureSettings(
         microbatches=tuple(sorted(set(options["microbatches"]))),
         iterations=options["iterations"],

@@ -16,7 +16,7 @@ from bapipe.errors import BaPipeError, nearest
 from bapipe.models.builtin import BUILTIN_NAMES, Argument, is_builtin
 from bapipe.models.layers import ModelRef
 
-__all__ = ["ZOO", "ModelSpec", "model_ref", "parse_arguments", "parse_model_spec"]
+__all__ = ["HUGGING_FACE", "ZOO", "ModelSpec", "model_ref", "parse_arguments", "parse_model_spec"]
 
 ZOO = {
     "vgg16": "bapipe.torch.zoo.vgg:build_vgg16",
@@ -26,6 +26,9 @@ ZOO = {
     "unet": "bapipe.torch.zoo.unet:build_unet",
 }
 """PyTorch modules by name; gnmt-L works for every even L of at least 4"""
+HUGGING_FACE = "hf:"
+"""before a model type, folder or cached name of the transformers library"""
+_HUGGING_FACE_BUILD = "bapipe.torch.integrations.hugging_face:build"
 _CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _GNMT = re.compile(r"gnmt-?([0-9]{1,4})")
 
@@ -44,6 +47,8 @@ def parse_model_spec(text: str) -> ModelSpec:
     """What the text names, by its form alone; refuses what has none of the forms."""
     text = text.strip()
     lower = text.lower()
+    if lower.startswith(HUGGING_FACE):
+        return ModelSpec(text=text, kind="code")
     if lower.endswith(".json"):
         return ModelSpec(text=text, kind="profile")
     if lower.endswith(".toml"):
@@ -57,7 +62,7 @@ def parse_model_spec(text: str) -> ModelSpec:
     raise BaPipeError(
         f"unknown model '{text[:60]}'{nearest(text, BUILTIN_NAMES)}; give a built-in name "
         f"({', '.join(BUILTIN_NAMES)}), a profile.json, a layer table .toml, a .graph.txt or "
-        "package.module:function"
+        f"package.module:function or {HUGGING_FACE}type of transformers"
     )
 
 
@@ -65,6 +70,8 @@ def model_ref(text: str, args: Mapping[str, Argument] | None = None) -> ModelRef
     """The function that builds the module which the text names: its own, or that of a model of the zoo."""
     text = text.strip()
     lower, given = text.lower(), dict(args or {})
+    if lower.startswith(HUGGING_FACE):
+        return _hugging_face_ref(text[len(HUGGING_FACE) :].strip(), given)
     match = _GNMT.fullmatch(lower)
     if match:
         return ModelRef(name=text, ref=ZOO["gnmt-8"], args={"layers": int(match[1]), **given})
@@ -73,8 +80,18 @@ def model_ref(text: str, args: Mapping[str, Argument] | None = None) -> ModelRef
     if ":" in text:
         return ModelRef(name=text.partition(":")[2], ref=text, args=given)
     raise BaPipeError(
-        f"unknown model '{text[:60]}'{nearest(text, ZOO)}; give package.module:function or {', '.join(ZOO)}"
+        f"unknown model '{text[:60]}'{nearest(text, ZOO)}; give package.module:function, "
+        f"{HUGGING_FACE}type of transformers or {', '.join(ZOO)}"
     )
+
+
+def _hugging_face_ref(model: str, given: dict[str, Argument]) -> ModelRef:
+    if not model:
+        raise BaPipeError(f"{HUGGING_FACE} is followed by a model type, folder or org/name, as {HUGGING_FACE}gpt2")
+    if "model" in given:
+        raise BaPipeError(f"'model' is what follows {HUGGING_FACE}, got --arg model too; leave that out")
+    name = model.rstrip("/").rpartition("/")[2] or model
+    return ModelRef(name=name, ref=_HUGGING_FACE_BUILD, args={"model": model, **given})
 
 
 def parse_arguments(texts: Sequence[str]) -> dict[str, Argument]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from bapipe.errors import BaPipeError
+from bapipe.errors import BaPipeError, first_line
 from bapipe.torch.capturing.causal_masks import masks_as_in_eager
 from bapipe.torch.capturing.leaf_modules import (
     OPAQUE_OP,
@@ -49,7 +49,7 @@ from bapipe.torch.capturing.trace_hazards import (
     whole_call,
 )
 
-__all__ = ["Examples", "Exported", "examples_of", "export_module", "first_line"]
+__all__ = ["Examples", "Exported", "error_words", "examples_of", "export_module"]
 
 _ATTEMPTS = 24
 _Reason = tuple[str, BaseException]
@@ -170,7 +170,7 @@ def _attempt(
         except _RandomnessError as error:
             return "randomness of Python or numpy", error
         except Exception as error:
-            failure: _Reason = (first_line(error), error)
+            failure: _Reason = (error_words(error), error)
     return failure
 
 
@@ -329,7 +329,7 @@ def _require_eager(module: nn.Module, examples: Examples) -> None:
     except Exception as error:
         where = blame(module, error, "").path
         raise BaPipeError(
-            f"{type(module).__name__} fails on its own example: {first_line(error)}"
+            f"{type(module).__name__} fails on its own example: {error_words(error)}"
             f"{f', in module {where!r}' if where else ''}{_user_line(error)}; "
             "correct the model or the example inputs"
         ) from error
@@ -339,10 +339,10 @@ def _is_container(module: nn.Module, path: str) -> bool:
     return isinstance(module.get_submodule(path), (nn.ModuleList, nn.ModuleDict))
 
 
-def first_line(error: BaseException) -> str:
+def error_words(error: BaseException) -> str:
     """The type of an error and the first line of its text."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+    text = first_line(error)
+    return text if text == type(error).__name__ else f"{type(error).__name__}: {text}"
 
 
 def _refusal(module: nn.Module, findings: list[Finding], reason: str, error: BaseException) -> BaPipeError:

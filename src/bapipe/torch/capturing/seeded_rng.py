@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Position", "seed_node", "seed_rng", "seed_whole"]
+__all__ = ["Position", "seed_node", "seed_rng", "seed_whole", "seeded_by_place"]
 
 Position = tuple[int, int]
 """(step, micro-batch)"""
@@ -21,14 +23,26 @@ def seed_rng(step: int, microbatch: int, node: int, device: torch.device | None 
 
     Whoever draws next draws the same numbers, however the model is cut. Returns the seed.
     """
-    digest = hashlib.blake2b(f"{step}/{microbatch}/{node}".encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1
+    seed = _seed(f"{step}/{microbatch}/{node}")
     if device is not None and device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
     return seed
+
+
+@contextlib.contextmanager
+def seeded_by_place(seed: int, path: str) -> Iterator[None]:
+    """In here the CPU's generator draws what follows from the seed and a module's path alone; then it goes on as
+    before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_seed(f"{seed}/{path}"))
+        yield
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_node(position: Position | None, node: int, example: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bapipe.errors import BaPipeError
-from bapipe.torch.capturing.export import Examples, first_line
+from bapipe.torch.capturing.export import Examples, error_words
 from bapipe.torch.capturing.isolated_run import Result, largest_difference, run_eager, run_stages
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def self_check(captured: Captured, examples: Examples, device: torch.device | No
     except Exception as error:
         raise BaPipeError(
             f"{type(captured.module).__name__} fails on {small.batch} samples of its own example: "
-            f"{first_line(error)}; correct the model or the example inputs"
+            f"{error_words(error)}; correct the model or the example inputs"
         ) from error
     try:
         found = run_stages(captured, range(1, len(captured.layers)), args, kwargs, device=device)
     except Exception as error:
         raise BaPipeError(
-            f"the layers captured of {type(captured.module).__name__} do not run: {first_line(error)}; "
+            f"the layers captured of {type(captured.module).__name__} do not run: {error_words(error)}; "
             "please report this model"
         ) from error
     difference, what = largest_difference(found, expected)

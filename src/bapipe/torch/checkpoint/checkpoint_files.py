@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HashedFile", "HashingStream", "file_size", "first_line", "read_small_file", "write_hashed"]
+from bapipe.errors import first_line
+
+__all__ = ["HashedFile", "HashingStream", "disk_words", "file_size", "read_small_file", "write_hashed"]
 
 _SMALL = 256 * 2**10
 """bytes up to which writes are collected to be hashed"""
@@ -255,8 +257,8 @@ class HashedFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def first_line(error: BaseException) -> str:
-    """An error in a few words."""
+def disk_words(error: BaseException) -> str:
+    """An error of reading or writing in a few words."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return first_line(error)

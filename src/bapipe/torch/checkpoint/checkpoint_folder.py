@@ -18,9 +18,9 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from bapipe.errors import BaPipeError
+from bapipe.errors import BaPipeError, first_line
 from bapipe.io.files import sync
-from bapipe.torch.checkpoint.checkpoint_files import first_line
+from bapipe.torch.checkpoint.checkpoint_files import disk_words
 from bapipe.torch.checkpoint.checkpoint_manifest import (
     CHECKPOINT_SCHEMA,
     MANIFEST,
@@ -62,7 +62,7 @@ def checkpoints_of(folder: str | Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {first_line(error)}; give another folder") from None
+        raise CheckpointError(f"{folder} cannot be read: {disk_words(error)}; give another folder") from None
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -256,7 +256,7 @@ def disk_problem(error: BaseException, folder: str | Path) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         free = f" ({_free(folder)})" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return f"{os.strerror(error.errno)}{free}"
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return first_line(error)
 
 
 def _free(folder: str | Path) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bapipe.errors import BaPipeError
 from bapipe.records.training_record import OptimizerRecord, TrainingRecord
-from bapipe.torch.checkpoint.checkpoint_files import first_line
+from bapipe.torch.checkpoint.checkpoint_files import disk_words
 from bapipe.torch.checkpoint.checkpoint_manifest import CheckpointError
 from bapipe.torch.checkpoint.checkpoint_reader import CheckpointReader, described_tensors
 from bapipe.torch.checkpoint.tensor_pieces import Pieces
@@ -189,5 +189,5 @@ class Loading:
             kind = BaPipeError if self._reader.manifest.verified else CheckpointError
             raise kind(
                 f"{self._path} does not suit optimizer, scheduler or scaler here: {type(error).__name__}: "
-                f"{first_line(error)}; make them as they were at the save"
+                f"{disk_words(error)}; make them as they were at the save"
             ) from error

@@ -18,7 +18,7 @@ from bapipe.errors import BaPipeError, FileFormatError
 from bapipe.io.decode import decode
 from bapipe.io.files import dump_json, plain_values
 from bapipe.models.layers import ModelRef
-from bapipe.torch.checkpoint.checkpoint_files import file_size, first_line, read_small_file
+from bapipe.torch.checkpoint.checkpoint_files import disk_words, file_size, read_small_file
 
 __all__ = [
     "CHECKPOINT_SCHEMA",
@@ -149,7 +149,7 @@ def _values(path: Path) -> dict[str, Any]:
         data = json.loads(text, parse_constant=_refuse)
     except OSError as error:
         raise UnreadableCheckpointError(
-            f"{path} is no complete checkpoint: {MANIFEST} cannot be read: {first_line(error)}; use another one"
+            f"{path} is no complete checkpoint: {MANIFEST} cannot be read: {disk_words(error)}; use another one"
         ) from None
     except (ValueError, RecursionError):
         raise UnreadableCheckpointError(f"{path} is damaged: {MANIFEST} is no JSON; use another one") from None
@@ -214,7 +214,7 @@ def _size_problem(path: Path, file: SavedFile) -> str | None:
     try:
         found = file_size(path)
     except OSError as error:
-        return f"cannot be read: {first_line(error)}"
+        return f"cannot be read: {disk_words(error)}"
     return None if found == file.size else f"has {found} bytes instead of {file.size}"
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from bapipe.errors import first_line
 from bapipe.torch.checkpoint.checkpoint_manifest import SavedFile
 
 __all__ = ["parse_metadata"]
@@ -76,8 +77,7 @@ def parse_metadata(data: bytes, files: Mapping[str, SavedFile], *, verified: boo
     try:
         found = kind(io.BytesIO(data)).load()
     except Exception as error:
-        words = (str(error).splitlines() or [""])[0][:200]
-        raise ValueError(f"is no index of tensors ({type(error).__name__}: {words})") from None
+        raise ValueError(f"is no index of tensors ({type(error).__name__}: {first_line(error)})") from None
     try:
         problem = _problem(found, files)
     except Exception as error:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from bapipe.errors import BaPipeError, FileFormatError
 from bapipe.records.training_record import TrainingRecord, parse_training
-from bapipe.torch.checkpoint.checkpoint_files import HashedFile, first_line
+from bapipe.torch.checkpoint.checkpoint_files import HashedFile, disk_words
 from bapipe.torch.checkpoint.checkpoint_manifest import (
     METADATA,
     SMALL_STATE,
@@ -177,7 +177,7 @@ class CheckpointReader:
         try:
             return read()
         except OSError as error:
-            raise self._damaged(name, f"cannot be read: {first_line(error)}") from None
+            raise self._damaged(name, f"cannot be read: {disk_words(error)}") from None
         except ValueError as error:
             raise self._damaged(name, str(error)) from None
 

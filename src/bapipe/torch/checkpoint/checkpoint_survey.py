@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bapipe.errors import BaPipeError
 from bapipe.records.training_record import read_training
-from bapipe.torch.checkpoint.checkpoint_files import HashedFile, first_line
+from bapipe.torch.checkpoint.checkpoint_files import HashedFile, disk_words
 from bapipe.torch.checkpoint.checkpoint_folder import UNFINISHED, checkpoints_of, is_checkpoint, reason
 from bapipe.torch.checkpoint.checkpoint_manifest import (
     MANIFEST,
@@ -182,7 +182,7 @@ def _problem(checkpoint: Path, manifest: Manifest, name: str) -> str | None:
     try:
         HashedFile(checkpoint / name, size=wanted.size, sha256=wanted.sha256)
     except OSError as error:
-        return f"cannot be read: {first_line(error)}"
+        return f"cannot be read: {disk_words(error)}"
     except ValueError as error:
         return str(error)
     return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from bapipe.errors import BaPipeError
+from bapipe.errors import BaPipeError, first_line
 from bapipe.records.training_record import OptimizerRecord
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.checkpoint.checkpoint_files import write_hashed
@@ -249,10 +249,9 @@ def write_small(values: Mapping[str, Any], path: Path) -> SavedFile:
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise BaPipeError(
-            f"the state of scheduler, scaler, data or optimizer groups holds what cannot be saved ({first}); "
-            "use plain values and tensors"
+            f"the state of scheduler, scaler, data or optimizer groups holds what cannot be saved "
+            f"({first_line(error)}); use plain values and tensors"
         ) from error
     size, sha256 = write_hashed(path, buffer.getbuffer())
     return SavedFile(size=size, sha256=sha256)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapipe.errors import BaPipeError
+from bapipe.errors import BaPipeError, first_line
 from bapipe.torch.comm.channel import Message, P2PChannel
 from bapipe.torch.comm.copy_stream import CopyStream
 from bapipe.torch.comm.gloo_channel import Posts
@@ -243,7 +243,7 @@ def ipc_problem(device: torch.device) -> str | None:
         torch.cuda.synchronize(device)
         handle = share_memory(own)
     except (RuntimeError, OSError, AttributeError) as error:
-        problem = _reason(error)
+        problem = first_line(error)
     neighbour = (rank + 1) % world
     handles = gathered(handle)
     if handles[neighbour]:
@@ -252,10 +252,6 @@ def ipc_problem(device: torch.device) -> str | None:
             if found != [neighbour % 251] * 8:
                 problem = f"rank {rank} mapped memory of rank {neighbour} and read something else"
         except (RuntimeError, OSError, AttributeError) as error:
-            problem = _reason(error)
+            problem = first_line(error)
     # Also a barrier: nobody lets go of memory that a neighbour still reads.
     return next((said for said in gathered(problem) if said), None)
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

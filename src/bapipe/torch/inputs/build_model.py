@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bapipe.errors import BaPipeError, nearest
+from bapipe.errors import BaPipeError, first_line, nearest
 from bapipe.models.layers import ModelRef
 from bapipe.torch.capturing.torch_internals import flatten, unflatten
 from bapipe.torch.device.dtypes import weights_dtype
@@ -42,6 +42,8 @@ class BuiltModel:
     """`make_batch(seed, size)`, with those of the reference's arguments that it takes; None: there is none"""
     where: str = "the model's module"
     """name of the Python module that the reference names"""
+    weights: Mapping[str, Tensor] | None = None
+    """where the parameters are to be read from, by name; None: the module has them"""
 
     def as_call(self, batch: Any) -> tuple[Any, Any]:
         """What `make_batch` returns, as (inputs, target) of the model; the target is None if it returns its loss.
@@ -64,7 +66,12 @@ class BuiltModel:
 
 
 def build_model(
-    model: ModelRef, *, folders: Sequence[str | Path] = (), seed: int = 0, precision: str | None = None
+    model: ModelRef,
+    *,
+    folders: Sequence[str | Path] = (),
+    seed: int = 0,
+    precision: str | None = None,
+    hollow: bool = False,
 ) -> BuiltModel:
     """Import `package.module:function`, call it with the reference's arguments, check what comes back.
 
@@ -72,6 +79,10 @@ def build_model(
     `make_batch` beside it returns. `folders` are searched before the current one. Torch's generator is seeded
     before the call, so every process that builds the same reference has the same weights. With a `precision`, by
     its word in a plan, floating parameters and inputs are converted to the dtype of its weights.
+
+    With `hollow` the parameters may be left out, for whoever needs some of them only: where the function's module
+    has `build_hollow`, which takes the same arguments and returns (what the function returns, but without memory
+    for its parameters, and a mapping to read them from) or None.
     """
     if model.ref is None:
         raise BaPipeError(f"{model.name} has no code to run; set model.ref to package.module:function")
@@ -82,14 +93,14 @@ def build_model(
     source, function = _import(model.ref)
     torch.manual_seed(seed)
     try:
-        built = function(**model.args)
+        built, weights = _call(source, function, model, hollow=hollow)
     except (BaPipeError, KeyboardInterrupt):
         raise
     except BaseException as error:  # sys.exit() of a script that was written to be run
         given = ", ".join(f"{key}={value!r}" for key, value in model.args.items())
         raise BaPipeError(
             f"'{model.ref[:100]}' called with ({given[:200]}) failed: {type(error).__name__}: "
-            f"{_first_line(error)}; correct it or the --arg options"
+            f"{first_line(error)}; correct it or the --arg options"
         ) from error
     make_batch = _batches(source, model.args)
     module, args, kwargs = module_and_example(built, model.ref[:100])
@@ -103,10 +114,20 @@ def build_model(
         loss=loss if callable(loss) else None,
         make_batch=make_batch,
         where=source.__name__,
+        weights=weights,
     )
     if args is None:
         found = _with_example(found)
     return found if precision is None else _converted(found, precision)
+
+
+def _call(
+    source: ModuleType, function: Callable[..., Any], model: ModelRef, *, hollow: bool
+) -> tuple[Any, Mapping[str, Tensor] | None]:
+    """What the function returns, and where the parameters are to be read from."""
+    without = getattr(source, "build_hollow", None) if hollow else None
+    found = without(**model.args) if callable(without) else None
+    return (function(**model.args), None) if found is None else found
 
 
 def module_and_example(built: Any, what: str) -> tuple[nn.Module, tuple[Any, ...] | None, dict[str, Any] | None]:
@@ -144,7 +165,8 @@ def _batches(source: ModuleType, args: Mapping[str, Any]) -> Callable[..., Any] 
     if not callable(function):
         return None
     accepted = inspect.signature(function).parameters
-    options = {key: value for key, value in args.items() if key in accepted}
+    takes_all = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in accepted.values())
+    options = {key: value for key, value in args.items() if takes_all or key in accepted}
     return lambda seed, size: function(seed, size, **options)
 
 
@@ -173,7 +195,7 @@ def _import(ref: str) -> tuple[ModuleType, Callable[..., Any]]:
         raise
     except BaseException as error:
         raise BaPipeError(
-            f"'{ref[:100]}' cannot be imported: {type(error).__name__}: {_first_line(error)}; correct {name[:99]}"
+            f"'{ref[:100]}' cannot be imported: {type(error).__name__}: {first_line(error)}; correct {name[:99]}"
         ) from error
     function = getattr(source, attribute, None)
     if not callable(function):
@@ -181,7 +203,3 @@ def _import(ref: str) -> tuple[ModuleType, Callable[..., Any]]:
             f"'{name[:99]}' has no function '{attribute[:60]}'{nearest(attribute, vars(source))}; correct it"
         )
     return source, cast(Callable[..., Any], function)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bapipe.costs.optimizers import OptimizerSpec, find_optimizer, parse_optimizer
-from bapipe.errors import BaPipeError
+from bapipe.errors import BaPipeError, first_line
 from bapipe.torch.inputs.master_weights import MasterWeights
 
 __all__ = ["make_optimizer", "require_optimizer"]
@@ -54,8 +54,9 @@ def _maker(spec: OptimizerSpec) -> Callable[[Parameters, float], torch.optim.Opt
         try:
             return found(parameters, lr=rate, **{**usual, **spec.options})
         except (TypeError, ValueError, RuntimeError) as error:
-            first = (str(error).splitlines() or [""])[0][:200]
-            raise BaPipeError(f"the optimizer '{str(spec)[:100]}' cannot be made: {first}; correct it") from error
+            raise BaPipeError(
+                f"the optimizer '{str(spec)[:100]}' cannot be made: {first_line(error)}; correct it"
+            ) from error
 
     return make
 

@@ -72,13 +72,14 @@ class Training:
     ) -> None:
         plan = runnable.plan
         if prepared is None:
-            built = build_model(plan.model, folders=folders, seed=options.seed, precision=plan.dtype)
+            built = build_model(plan.model, folders=folders, seed=options.seed, precision=plan.dtype, hollow=True)
         else:
             built = prepared.built
         self.pipe = Pipeline(
             (lambda: (built.module, built.args, built.kwargs)) if prepared is None else prepared.captured,
             runnable,
             built.loss,
+            checkpoint=built.weights,
             options=replace(pipeline_options(options, watch), on_straggler=self._note_straggler),
         )
         self.batches = batches_for(built, options.data, global_batch=plan.global_batch, seed=options.seed)

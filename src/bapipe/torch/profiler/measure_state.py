@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from bapipe.errors import BaPipeError
+from bapipe.errors import BaPipeError, first_line
 from bapipe.torch.profiler.layer_runner import LayerSequence, RunnableLayer
 from bapipe.torch.profiler.layer_timing import Walk, walk
 from bapipe.torch.profiler.measure_settings import MeasureSettings
@@ -92,9 +92,8 @@ def layer_failure(model: str, size: int, error: Exception) -> BaPipeError:
     """What a layer raised, as a mistake that names the size."""
     if isinstance(error, BaPipeError):
         return error
-    line = (str(error).splitlines() or [""])[0][:200]
     return BaPipeError(
-        f"{model} fails with a micro-batch of {size}: {type(error).__name__}: {line}; "
+        f"{model} fails with a micro-batch of {size}: {type(error).__name__}: {first_line(error)}; "
         "profile other sizes or correct it"
     )
 

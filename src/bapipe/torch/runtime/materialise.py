@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from bapipe.errors import BaPipeError
 from bapipe.io.files import load_json
 from bapipe.records.training_record import Structure, TrainingRecord
+from bapipe.torch.capturing.seeded_rng import seeded_by_place
 from bapipe.torch.capturing.torch_internals import swap_parameter
-from bapipe.torch.checkpoint.checkpoint_files import first_line
+from bapipe.torch.checkpoint.checkpoint_files import disk_words
 from bapipe.torch.checkpoint.checkpoint_folder import checkpoints_of, is_checkpoint
 from bapipe.torch.checkpoint.training_changes import structure_difference
 
@@ -87,7 +87,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise BaPipeError(
-            f"{path} cannot be read: {type(error).__name__}: {first_line(error)}; give another file"
+            f"{path} cannot be read: {type(error).__name__}: {disk_words(error)}; give another file"
         ) from error
 
 
@@ -156,9 +156,7 @@ def initialise(module: nn.Module, names: Collection[str], *, seed: int) -> None:
         _place(module, aliases[name], old, torch.empty_like(old, device="cpu"))
     for path in sorted({name.rpartition(".")[0] for name in hollow}):
         owner = module.get_submodule(path)
-        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        with seeded_by_place(seed, path):
             if callable(getattr(owner, "reset_parameters", None)):
                 owner.reset_parameters()  # type: ignore[operator]
             elif callable(getattr(module, "_init_weights", None)):

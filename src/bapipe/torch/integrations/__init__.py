@@ -1,0 +1,1 @@
+"""Models, adapters and training loops of other libraries."""

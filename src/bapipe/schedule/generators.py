@@ -27,6 +27,7 @@ from bapipe.schedule.zero_bubble import zb_h1, zb_h2, zero_bubble
 __all__ = [
     "SCHEDULES",
     "Generator",
+    "answered_caps",
     "capped",
     "data_parallel",
     "fbp_as",
@@ -91,7 +92,7 @@ def capped(
             f"{num_stages} stages need {num_stages} replica counts of at least 1, got {list(counts)}"
         )
     dealt = [()] * num_stages if dealing is None else [tuple(own) for own in dealing]
-    caps = caps if dealing is None else _answered_caps(caps, counts, dealt)
+    caps = caps if dealing is None else answered_caps(caps, counts, dealt)
     placement, lanes, rank = [], [], 0
     for stage, (cap, count, taken) in enumerate(zip(caps, counts, dealt, strict=True)):
         require_dealing(taken, count, num_microbatches, stage=stage)
@@ -115,7 +116,7 @@ def capped(
     )
 
 
-def _answered_caps(caps: Sequence[int], counts: Sequence[int], dealt: Sequence[Dealing]) -> list[int]:
+def answered_caps(caps: Sequence[int], counts: Sequence[int], dealt: Sequence[Dealing]) -> list[int]:
     """The caps, none so small that a replica behind waits for a micro-batch that waits for its answer.
 
     A replica that holds c answers its first once it has its c-th, which may lie far behind where it takes few.

@@ -217,18 +217,19 @@ def _divided(candidate: Candidate) -> list[set[int]]:
 
 
 def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
-    """What each action of the candidate's stages takes; its schedule does not matter."""
-    return _costs(candidate, hardware, seconds_of(candidate.chain, candidate.stages, hardware.cluster))
+    """What each action of the candidate's stages takes; its schedule does not matter, and replicas are taken to
+    have as many micro-batches each."""
+    return _costs(candidate, hardware, seconds_of(candidate.chain, candidate.stages, hardware.cluster), None)
 
 
 def run_costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds | None = None) -> Costs:
     """What each action takes as its schedule runs it: without a flush the optimizer steps in each backward."""
     seconds = seconds or seconds_of(candidate.chain, candidate.stages, hardware.cluster)
-    costs = _costs(candidate, hardware, seconds)
+    costs = _costs(candidate, hardware, seconds, candidate.schedule)
     return costs if candidate.schedule.flushes else _updating_always(costs)
 
 
-def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds) -> Costs:
+def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds, schedule: Schedule | None) -> Costs:
     chain, cluster, reduce = candidate.chain, hardware.cluster, []
     summing = shared_sums(
         chain.profile, cluster, _divided(candidate), [stage.accelerators for stage in candidate.stages]
@@ -240,7 +241,7 @@ def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds) -> C
         whole = all_reduce_time(cluster, stage.accelerators, weights)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
             bucket = all_reduce_time(cluster, stage.accelerators, min(DDP_BUCKET, weights))
-            last = _ends_last(candidate.schedule, replicas)
+            last = _ends_last(schedule, replicas)
             hidden = backward[index] if last is None else last.backward
             whole = max(bucket, whole - cluster.collective_overlap * hidden)
         reduce.append(whole)
@@ -304,14 +305,15 @@ def _alone(seconds: StageSeconds, summing: float) -> ReplicaCosts:
     )
 
 
-def _ends_last(schedule: Schedule, replicas: tuple[tuple[ReplicaCosts, ...], ...] | None) -> ReplicaCosts | None:
+def _ends_last(
+    schedule: Schedule | None, replicas: tuple[tuple[ReplicaCosts, ...], ...] | None
+) -> ReplicaCosts | None:
     """Of data parallelism over several types, the replica whose micro-batches take longest."""
     if replicas is None:
         return None
-    counts = schedule.microbatch_counts(0)
-    return max(zip(counts, replicas[0], strict=True), key=lambda own: own[0] * (own[1].forward + own[1].backward))[
-        1
-    ]
+    counts = (1,) * len(replicas[0]) if schedule is None else schedule.microbatch_counts(0)
+    both = zip(counts, replicas[0], strict=True)
+    return max(both, key=lambda own: own[0] * (own[1].forward + own[1].backward))[1]
 
 
 def seconds_of(chain: Chain, stages: Sequence[StageChoice], cluster: Cluster) -> StageSeconds:

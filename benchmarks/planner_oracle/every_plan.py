@@ -30,7 +30,7 @@ from bapipe.planner.evaluate import (
 )
 from bapipe.planner.request import microbatch_sizes
 from bapipe.schedule.actions import Kind, Schedule
-from bapipe.schedule.dealing import Dealing, deal_by_speed
+from bapipe.schedule.dealing import Dealing, deal_evenly
 from bapipe.schedule.generators import capped, with_update
 from bapipe.schedule.inflight import stage_caps
 from bapipe.schedule.zero_bubble import zero_bubble
@@ -143,7 +143,9 @@ def _dealt_schedules(problem: Problem, counts: tuple[int, ...], microbatches: in
             yield capped(1, microbatches, [1], name="data-parallel", replicas=counts, dealing=dealing)
             continue
         caps = [max(1, min(cap, microbatches)) for cap in stage_caps(wanted or "1f1b", counts, microbatches)]
-        for own in _caps(counts, microbatches) if wanted in (None, "1f1b") else (caps,):
+        # Otherwise than in turn, in-flight counts between multiples of the replicas differ.
+        steps = tuple(1 if own else count for own, count in zip(dealing, counts, strict=True))
+        for own in _caps(steps, microbatches) if wanted in (None, "1f1b") else (caps,):
             yield capped(len(counts), microbatches, own, name=wanted or "1f1b", replicas=counts, dealing=dealing)
 
 
@@ -151,7 +153,7 @@ def _dealings(replicas: int, microbatches: int) -> Iterator[Dealing]:
     """Every number of micro-batches on every replica, none without one."""
     for ends in itertools.combinations(range(1, microbatches), replicas - 1):
         shares = [high - low for low, high in itertools.pairwise([0, *ends, microbatches])]
-        yield deal_by_speed([1 / share for share in shares], microbatches)
+        yield deal_evenly(shares)
 
 
 def _caps(counts: tuple[int, ...], microbatches: int) -> Iterator[tuple[int, ...]]:

@@ -25,6 +25,7 @@ from bapipe.planner.order_space import DATA_PARALLEL, OrderSpace, order_spaces
 from bapipe.planner.placements import accelerator_orders, replica_counts
 from bapipe.planner.plan_cases import PlanCases
 from bapipe.planner.planned_order import PlannedOrder
+from bapipe.planner.stage_dealing import dealt_words
 from bapipe.planner.stage_tables import StageTables
 from bapipe.planner.state import SearchState
 from bapipe.units import format_seconds
@@ -365,11 +366,10 @@ def _family(candidate: Candidate) -> str:
 def _label(space: OrderSpace, order: PlannedOrder) -> str:
     counts = order.counts
     if order.dealing is not None:
-        stages = [stage for stage, own in enumerate(order.dealing) if own]
-        shares = list(dict.fromkeys("-".join(map(str, order.taken(stage))) for stage in stages))
-        if space.name == "data-parallel":
-            return f"data parallelism, micro-batches {shares[0]}"
-        return f"{_label(space, replace(order, dealing=None))}, micro-batches {' and '.join(shares)}"
+        plain = (
+            "data parallelism" if space.name == "data-parallel" else _label(space, replace(order, dealing=None))
+        )
+        return f"{plain}, micro-batches {dealt_words(order.schedule)}"
     if space.name == "data-parallel":
         steps = order.microbatches // counts[0]
         return "data parallelism" + (f", {steps} accumulation steps" if steps > 1 else "")

@@ -8,7 +8,7 @@ from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
-from bapipe.planner.stage_dealing import dealing_by_speed
+from bapipe.planner.stage_dealing import dealing_by_speed, dealt_words
 from bapipe.schedule.generators import capped
 
 __all__ = [
@@ -50,10 +50,8 @@ def dealt_data_parallel(chain: Chain, hardware: Hardware, global_batch: int) -> 
     if rest or not dealing or len(set(dealing)) < count:
         return None
     schedule = capped(1, microbatches, [1], name="data-parallel", replicas=[count], dealing=[dealing])
-    shares = "-".join(map(str, schedule.microbatch_counts(0)))
-    return Candidate(
-        label=f"data parallelism, micro-batches {shares}", chain=chain, stages=(stage,), schedule=schedule
-    )
+    label = f"data parallelism, micro-batches {dealt_words(schedule)}"
+    return Candidate(label=label, chain=chain, stages=(stage,), schedule=schedule)
 
 
 def at_global_batch(chain: Chain, hardware: Hardware, global_batch: int) -> Candidate | None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bapipe.planner.plan_cases import PlanCases
 from bapipe.planner.planned_order import PlannedOrder
-from bapipe.schedule.dealing import Dealing, deal_by_speed
+from bapipe.schedule.dealing import Dealing, deal_by_speed, deal_evenly, dealt_counts
 
 __all__ = ["dealt_orders"]
 
@@ -21,8 +21,9 @@ def dealt_orders(cases: PlanCases, order: PlannedOrder, chosen: Ints) -> list[tu
     """The order with micro-batches dealt as suits the chosen cases, each with those that it suits.
 
     In the order of the cases. Stages deal by the speed of their own replicas; where all have as many, also as if
-    the replicas were whole pipelines, as zero-bubble orders must. Left out is what deals in turn, and what leaves
-    a replica without a micro-batch. Cost: O(cases · micro-batches) where all cases differ.
+    the replicas were whole pipelines, as zero-bubble orders must; and the same numbers spread evenly. Left out is
+    what deals in turn, and what leaves a replica without a micro-batch. Cost: O(cases · micro-batches) where all
+    cases differ.
     """
     if not any(cases.unlike):
         return []
@@ -40,7 +41,7 @@ def dealt_orders(cases: PlanCases, order: PlannedOrder, chosen: Ints) -> list[tu
             sizes = zip(dealing, order.counts, strict=True)
             if any(dealing) and all(not own or len(set(own)) == count for own, count in sizes):
                 groups.setdefault(dealing, []).append(case)
-    return [(order.dealt(dealing), np.array(own, np.int64)) for dealing, own in groups.items()]
+    return [(dealt, np.array(own, np.int64)) for dealing, own in groups.items() for dealt in order.dealt(dealing)]
 
 
 def _suiting(order: PlannedOrder, seconds: list[float], deal: Deal) -> list[tuple[Dealing, ...]]:
@@ -55,4 +56,14 @@ def _suiting(order: PlannedOrder, seconds: list[float], deal: Deal) -> list[tupl
     if len(set(counts)) == 1 and (order.parted or len(counts) > 1):
         slowest = tuple(max(each) for each in zip(*own, strict=True))
         found.append((deal(slowest),) * len(counts))
-    return list(dict.fromkeys(found))
+    even = [] if len(counts) == 1 else [_spread(order, dealing) for dealing in found]
+    return list(dict.fromkeys([*found, *even]))
+
+
+def _spread(order: PlannedOrder, dealing: tuple[Dealing, ...]) -> tuple[Dealing, ...]:
+    """The same numbers of micro-batches, each replica's as far apart as may be."""
+    found: list[Dealing] = []
+    for own, count in zip(dealing, order.counts, strict=True):
+        shares = dealt_counts(own, count, order.microbatches)
+        found.append(deal_evenly(shares) if own and min(shares) > 0 else own)
+    return tuple(found)

@@ -31,12 +31,21 @@ class PlannedOrder:
     dealing: tuple[Dealing, ...] | None = None
     """for each stage which of its replicas take which micro-batches; None: in turn"""
 
-    def dealt(self, dealing: tuple[Dealing, ...]) -> PlannedOrder:
-        """The same with micro-batches dealt so, and at least as many in flight as that needs."""
+    def dealt(self, dealing: tuple[Dealing, ...]) -> list[PlannedOrder]:
+        """The same with micro-batches dealt so, and at least as many in flight as that needs.
+
+        Of in-flight counts that say the same in turn the most and the least: otherwise they do not.
+        """
         if self.parted:
-            return replace(self, dealing=dealing)
-        caps = (1,) if self.name == "data-parallel" else answered_caps(self.caps, self.counts, dealing)
-        return replace(self, dealing=dealing, caps=tuple(caps))
+            return [replace(self, dealing=dealing)]
+        if self.name == "data-parallel":
+            return [replace(self, dealing=dealing, caps=(1,))]
+        least = [
+            cap - count + 1 if own else cap
+            for cap, count, own in zip(self.caps, self.counts, dealing, strict=True)
+        ]
+        every = (tuple(answered_caps(caps, self.counts, dealing)) for caps in (self.caps, least))
+        return [replace(self, dealing=dealing, caps=caps) for caps in dict.fromkeys(every)]
 
     @property
     def inflight(self) -> tuple[int, ...]:

@@ -95,6 +95,8 @@ class Request:
                 "change one"
             )
         check_effort(self.effort)
+        if self.dealing not in ("speed", "equal"):
+            raise BaPipeError(f"--dealing is speed or equal, got '{str(self.dealing)[:40]}'; give one of them")
         if self.schedule == "data-parallel" and self.stages not in (None, 1):
             raise BaPipeError(f"data parallelism has one stage, --stages says {self.stages}; drop one of them")
         if self.cap is not None:

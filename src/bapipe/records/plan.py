@@ -129,6 +129,10 @@ class PlanStage:
     """one per accelerator, where they are not alike; the figures above are then those of the slowest in each, and
     of the one with least memory to spare"""
 
+    def on(self, accelerator: str) -> PlanStage | PlanReplica:
+        """What is said of the stage on this accelerator: its replica's own, where replicas are not alike."""
+        return self if self.replicas is None else self.replicas[self.accelerators.index(accelerator)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:

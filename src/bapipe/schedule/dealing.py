@@ -23,6 +23,7 @@ __all__ = [
     "Dealing",
     "Ints",
     "deal_by_speed",
+    "deal_evenly",
     "dealt_counts",
     "least_shared",
     "most_in_a_row",
@@ -116,6 +117,11 @@ def deal_by_speed(seconds: Sequence[float], microbatches: int) -> Dealing:
         dealt.append(replica)
         heapq.heapreplace(ends, (end + seconds[replica], replica))
     return shortest_dealing(tuple(dealt), len(seconds))
+
+
+def deal_evenly(shares: Sequence[int]) -> Dealing:
+    """So many micro-batches to each replica, each replica's as far apart as may be."""
+    return deal_by_speed([1 / share for share in shares], sum(shares))
 
 
 def shortest_dealing(sequence: Dealing, replicas: int) -> Dealing:

@@ -92,10 +92,13 @@ def capped(
             f"{num_stages} stages need {num_stages} replica counts of at least 1, got {list(counts)}"
         )
     dealt = [()] * num_stages if dealing is None else [tuple(own) for own in dealing]
+    if len(dealt) != num_stages:
+        raise BaPipeError(f"{num_stages} stages need {num_stages} dealings, got {len(dealt)}; give one per stage")
+    for stage, taken in enumerate(dealt):
+        require_dealing(taken, counts[stage], num_microbatches, stage=stage)
     caps = caps if dealing is None else answered_caps(caps, counts, dealt)
     placement, lanes, rank = [], [], 0
     for stage, (cap, count, taken) in enumerate(zip(caps, counts, dealt, strict=True)):
-        require_dealing(taken, count, num_microbatches, stage=stage)
         placement.append(tuple(range(rank, rank + count)))
         for replica in range(count):
             own = own_microbatches(taken, count, replica, num_microbatches)

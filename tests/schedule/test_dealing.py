@@ -35,16 +35,14 @@ def dealt_pipelines(draw: st.DrawFn) -> Schedule:
     """Up to four stages of up to three replicas, each dealt in its own way."""
     stages, microbatches = draw(st.integers(1, 4)), draw(st.integers(3, 14))
     counts = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
-    steps = draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages))
+    caps = draw(st.lists(st.integers(1, 9), min_size=stages, max_size=stages))
     dealing = []
     for count in counts:
         length = draw(st.integers(count, microbatches))
         rest = draw(st.lists(st.integers(0, count - 1), min_size=length - count, max_size=length - count))
         every = draw(st.permutations([*range(count), *rest]))
         dealing.append(tuple(every) if draw(st.booleans()) else ())
-    return capped(
-        stages, microbatches, [1 + sum(steps[at:]) for at in range(stages)], replicas=counts, dealing=dealing
-    )
+    return capped(stages, microbatches, caps, replicas=counts, dealing=dealing)
 
 
 @settings(max_examples=150, deadline=None)

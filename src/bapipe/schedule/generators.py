@@ -78,8 +78,8 @@ def capped(
     """1F1B with at most caps[i] in-flight micro-batches at stage i.
 
     Micro-batches run whole on one replica of a stage, dealt in turn or as `dealing` has it for each stage, and
-    each holds its share of K_i, ⌈K_i/r⌉ of r in turn. Before a stage that deals otherwise a stage has as many in
-    flight as its replicas may ask for before they answer.
+    each holds its share of K_i, ⌈K_i/r⌉ of r in turn. With `dealing` a stage has as many in flight as the replicas
+    behind it may ask for before they answer.
     """
     require_sizes(num_stages, num_microbatches)
     if len(caps) != num_stages:
@@ -128,7 +128,7 @@ def answered_caps(caps: Sequence[int], counts: Sequence[int], dealt: Sequence[De
     for stage in range(len(found) - 1, -1, -1):
         found[stage] = max(found[stage], span + 1)
         count, taken = counts[stage], dealt[stage]
-        for replica in range(count if taken else 0):
+        for replica in range(count):
             held = most_in_a_row(taken, count, replica, found[stage])
             span = max(span, widest_span(taken, count, replica, held))
     return found

@@ -30,10 +30,12 @@ from bapipe.planner.evaluate import (
 )
 from bapipe.planner.request import microbatch_sizes
 from bapipe.schedule.actions import Kind, Schedule
+from bapipe.schedule.dealing import Dealing, deal_evenly
 from bapipe.schedule.generators import capped, with_update
 from bapipe.schedule.inflight import stage_caps
 from bapipe.schedule.zero_bubble import zero_bubble
 from bapipe.simulator.scenario_times import ManyCosts, many_times
+from bapipe.simulator.simulate import Costs
 
 __all__ = ["Best", "fastest_plan"]
 
@@ -70,6 +72,9 @@ def fastest_plan(problem: Problem) -> Best:
         for shape in sorted(shapes, key=lambda own: own.soonest):
             for schedule in _schedules(problem, shape.counts, count):
                 shape.try_all(schedule, best)
+            if shape.is_unlike() and problem.request.dealing == "speed":
+                for schedule in _dealt_schedules(problem, shape.counts, count):
+                    shape.try_all(schedule, best)
     return best
 
 
@@ -88,7 +93,7 @@ def _placements(problem: Problem) -> Iterator[tuple[tuple[int, ...], list[tuple[
             if request.stages is not None and len(counts) != request.stages:
                 continue
             alone = len(counts) == 1 and used > 1
-            if alone and (request.schedule is not None or request.global_batch % used):
+            if alone and request.schedule is not None:
                 continue
             yield counts, orders
 
@@ -125,6 +130,32 @@ def _schedules(problem: Problem, counts: tuple[int, ...], microbatches: int) -> 
                 yield zero_bubble(len(counts), microbatches, caps, delays=[0] * len(caps))
 
 
+def _dealt_schedules(problem: Problem, counts: tuple[int, ...], microbatches: int) -> Iterator[Schedule]:
+    """As `_schedules`, with every number of micro-batches on every replica, evenly over the global batch."""
+    wanted, alone = problem.request.schedule, len(counts) == 1
+    if wanted not in (None, "1f1b", "1f1b-so", "1f1b-sno") or max(counts) > microbatches:
+        return
+    every = [list(_dealings(count, microbatches)) for count in counts]
+    for dealing in itertools.product(*every):
+        if not any(dealing):
+            continue
+        if alone:
+            yield capped(1, microbatches, [1], name="data-parallel", replicas=counts, dealing=dealing)
+            continue
+        caps = [max(1, min(cap, microbatches)) for cap in stage_caps(wanted or "1f1b", counts, microbatches)]
+        # Otherwise than in turn, in-flight counts between multiples of the replicas differ.
+        steps = tuple(1 if own else count for own, count in zip(dealing, counts, strict=True))
+        for own in _caps(steps, microbatches) if wanted in (None, "1f1b") else (caps,):
+            yield capped(len(counts), microbatches, own, name=wanted or "1f1b", replicas=counts, dealing=dealing)
+
+
+def _dealings(replicas: int, microbatches: int) -> Iterator[Dealing]:
+    """Every number of micro-batches on every replica, none without one."""
+    for ends in itertools.combinations(range(1, microbatches), replicas - 1):
+        shares = [high - low for low, high in itertools.pairwise([0, *ends, microbatches])]
+        yield deal_evenly(shares)
+
+
 def _caps(counts: tuple[int, ...], microbatches: int) -> Iterator[tuple[int, ...]]:
     """In-flight micro-batches of every stage, all replicas together, never more than at the stage before."""
     each = [range(-(-microbatches // count) * count, 0, -count) for count in counts]
@@ -154,8 +185,10 @@ class _Shape:
         self.cuts = np.array([one for one, _ in pairs]).reshape(len(pairs), len(self.counts))
         self.order = np.array([one for _, one in pairs]).reshape(len(pairs), sum(self.counts))
         costs = [stage_costs(self._candidate(case, _NO_SCHEDULE), self.hardware) for case in range(len(pairs))]
-        names = ("forward", "backward", "input_gradient", "weight_gradient", "all_reduce", "update")
-        self.cost = {name: np.array([getattr(own, name) for own in costs]).T for name in names}
+        names = ("forward", "backward", "input_gradient", "weight_gradient", "update")
+        self.cost = {name: np.array([_by_rank(own, name, self.counts) for own in costs]).T for name in names}
+        of_stage = np.repeat(np.arange(len(self.counts)), self.counts)
+        self.cost["all_reduce"] = np.array([own.all_reduce for own in costs]).T[of_stage]
         for name in ("send_forward", "send_backward"):
             self.cost[name] = np.array([getattr(own, name) for own in costs]).reshape(len(pairs), -1).T
         cluster, ranks = self.hardware.cluster, sum(self.counts)
@@ -185,6 +218,14 @@ class _Shape:
             )
         )
 
+    def is_unlike(self) -> bool:
+        """Whether the replicas of a stage are of several types in some case."""
+        types = np.array([item.type for item in self.hardware.cluster.accelerators])[self.order]
+        edges = np.concatenate([[0], np.cumsum(self.counts)])
+        return any(
+            (types[:, low:high] != types[:, low : low + 1]).any() for low, high in itertools.pairwise(edges)
+        )
+
     def _candidate(self, case: int, schedule: Schedule) -> Candidate:
         return Candidate(label="tried", chain=self.chain, stages=self._stages(case), schedule=schedule)
 
@@ -195,14 +236,14 @@ class _Shape:
         work to do, and whoever stands before it then still has an input gradient to make and a step to take.
         """
         cost, found = self.cost, np.zeros(len(self.cuts))
-        before = np.zeros(len(self.cuts))
-        for stage, count in enumerate(self.counts):
-            rounds = -(-self.microbatches // count)
-            parts = cost["input_gradient"][stage] + cost["weight_gradient"][stage]
-            work = cost["forward"][stage] + np.minimum(cost["backward"][stage], parts)
-            step = cost["update"][stage] + cost["all_reduce"][stage]
-            found = np.maximum(found, before + rounds * work + step)
-            before = before + cost["forward"][stage]
+        before, edges = np.zeros(len(self.cuts)), np.concatenate([[0], np.cumsum(self.counts)])
+        for low, high in itertools.pairwise(edges):
+            parts = cost["input_gradient"][low:high] + cost["weight_gradient"][low:high]
+            work = cost["forward"][low:high] + np.minimum(cost["backward"][low:high], parts)
+            # Replicas may take unequal numbers of micro-batches.
+            shared = self.microbatches / (1 / work).sum(axis=0)
+            found = np.maximum(found, before + shared + cost["update"][low:high].min(axis=0))
+            before = before + cost["forward"][low:high].min(axis=0)
         return found
 
     def try_all(self, schedule: Schedule, best: Best) -> None:
@@ -231,6 +272,7 @@ class _Shape:
                 send_backward=self.cost["send_backward"][:, chosen],
                 rate=self.rate[:, :, chosen],
                 latency=self.latency[:, :, chosen],
+                by_rank=True,
             ),
         )
         assert times is not None, "every link has one sending lane here"
@@ -241,7 +283,8 @@ class _Shape:
             best.weighed += 1
             found = evaluate(self._candidate(int(chosen[place]), schedule), self.hardware)
             if found.short is None:
-                assert abs(found.timeline.time / times[place] - 1) < 1e-9
+                # Of data parallelism, what the all-reduce hides goes by the replica that ends last.
+                assert len(self.counts) == 1 or abs(found.timeline.time / times[place] - 1) < 1e-9
                 if found.throughput > best.rate:
                     best.evaluation = found
                 break
@@ -262,6 +305,15 @@ class _Shape:
             fits &= need <= memory[self.order[:, low:high]].min(axis=1) * (1 + 1e-12)
             begins = ends + 1
         return fits
+
+
+def _by_rank(costs: Costs, name: str, counts: tuple[int, ...]) -> list[float]:
+    """What each rank takes."""
+    found: list[float] = []
+    for stage, count in enumerate(counts):
+        own = costs.replicas[stage] if costs.replicas is not None else ()
+        found += [getattr(item, name) for item in own] or [getattr(costs, name)[stage]] * count
+    return found
 
 
 def _most_held(kinds: list[int]) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 __all__ = [
     "Action",
@@ -109,6 +109,7 @@ def plan(
     optimizer: str | None = None,
     precision: str | None = None,
     split_layers: bool = False,
+    dealing: Literal["speed", "equal"] = "speed",
     strategy: str = "exact",
 ) -> Plan:
     """Find the fastest way to train a model on a cluster.
@@ -119,7 +120,8 @@ def plan(
     `micro_batch`, `schedule` or number of `stages` is kept, else the best is chosen. `precision` is fp32, tf32,
     bf16, fp16, bf16-mixed or fp16-mixed, by default the profile's own, or fp32 where costs are computed here. The
     `optimizer`, such as "adamw" or "adamw(fused=true)", is by default the one that the profile was measured with,
-    or sgd. With `split_layers` two stages may share a layer.
+    or sgd. With `split_layers` two stages may share a layer. `dealing` "equal" gives all replicas of a stage as
+    many micro-batches, where by default those of several types may take them by their speed.
 
     Raises `BaPipeError`, with what to do, if nothing fits or an argument is wrong.
     """
@@ -138,6 +140,7 @@ def plan(
         strategy=strategy,
         optimizer=optimizer,
         split_layers=split_layers,
+        dealing=dealing,
     )
     hardware = cluster if isinstance(cluster, Cluster) else read_cluster(str(cluster))
     if isinstance(model, Profile):

@@ -19,8 +19,9 @@ from bapipe.torch.capturing.torch_internals import flatten, unflatten
 __all__ = ["LEARNING_RATE", "Alone", "make_optimizer", "train_alone"]
 
 LEARNING_RATE = 1e-3
-Share = tuple[int, int]
-"""(k, r): of the micro-batches those of replica k of r"""
+Share = tuple[int, int, tuple[int, ...]]
+"""(k, r, dealing): of the micro-batches those of replica k of r that are dealt so; empty: in turn"""
+ALL: Share = (0, 1, ())
 Forward = Callable[[Any, int, int], Any]
 """(inputs, step, micro-batch) -> what the model returns"""
 
@@ -55,11 +56,11 @@ def train_alone(case: Case, captured: Captured, *, shares: Sequence[Share]) -> A
     module, forward = _forward(case, captured)
     optimizer = None if case.training == "accumulate" else make_optimizer(case.training, module.parameters())
     losses, evaluated, gradients = [], [], []
-    buffers: dict[Share, list[dict[str, Tensor]]] = {(0, 1): []}
+    buffers: dict[Share, list[dict[str, Tensor]]] = {ALL: []}
     for step in range(case.steps):
         loss, found = _step(case, module, forward, step)
         losses.append(loss)
-        buffers[0, 1].append(_saved_buffers(module))
+        buffers[ALL].append(_saved_buffers(module))
         if optimizer is None:
             before = gradients[-1] if gradients else {}
             gradients.append({name: before[name] + item if before else item for name, item in found.items()})
@@ -69,7 +70,7 @@ def train_alone(case: Case, captured: Captured, *, shares: Sequence[Share]) -> A
             optimizer.step()
         evaluated.append(_evaluation(case, copy.deepcopy(module), step))
     for share in shares:
-        if share != (0, 1):
+        if share != ALL:
             buffers[share] = _statistics(case, captured, share)
     weights = {name: item.detach().clone() for name, item in module.state_dict().items()}
     return Alone(losses=losses, evaluated=evaluated, gradients=gradients, buffers=buffers, weights=weights)
@@ -152,12 +153,12 @@ def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _statistics(case: Case, captured: Captured, share: Share) -> list[dict[str, Tensor]]:
-    replica, count = share
+    replica, count, dealing = share
     module, forward = _forward(case, captured)
     found = []
     for step in range(case.steps):
         for microbatch, (inputs, _) in enumerate(microbatches(case, step)):
-            if microbatch % count == replica:
+            if (dealing[microbatch % len(dealing)] if dealing else microbatch % count) == replica:
                 with torch.no_grad():
                     forward(inputs, step, microbatch)
         found.append(_saved_buffers(module))

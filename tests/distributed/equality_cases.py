@@ -94,6 +94,30 @@ HYBRIDS = (
     Case(model="gpt2", schedule="1f1b-sno", stages=2, microbatches=2, replicas=(1, 3), numbers="dropout"),
 )
 """replicas of stages that are no whole share each, some of them without a micro-batch"""
+DEALT = (
+    Case(
+        model="gpt2", schedule="1f1b", stages=1, microbatches=4, caps=(1,), replicas=(2,),
+        dealing=((0, 0, 1, 0),),
+    ),
+    Case(
+        model="resnet", schedule="1f1b", stages=2, microbatches=4, caps=(4, 1), replicas=(2, 1),
+        dealing=((0, 0, 1, 0), ()), short=True,
+    ),
+    Case(
+        model="gpt2", schedule="1f1b-so", stages=2, microbatches=8, replicas=(2, 2), numbers="dropout",
+        dealing=((0, 0, 1), (0, 1, 1)), short=True, data="needed",
+    ),
+    Case(
+        model="unet", schedule="1f1b", stages=3, microbatches=5, caps=(3, 2, 1), replicas=(1, 2, 1),
+        dealing=((), (1, 0, 1), ()), recompute=(1,), evaluate=True,
+    ),
+    Case(
+        model="gnmt", schedule="zb-h1", stages=2, microbatches=8, replicas=(2, 2), dealing=((0, 0, 1, 0),) * 2,
+        training="adamw", steps=3,
+    ),
+)  # fmt: skip
+"""replicas that take unequal numbers of micro-batches: all of a model, of a stage, of neighbours dealt otherwise,
+of whole pipelines"""
 INTERLEAVED = (
     Case(model="gpt2", schedule="interleaved", stages=2, microbatches=5, recompute=(1, 2)),
     Case(model="unet", schedule="interleaved", stages=2, microbatches=4, short=True, data="needed"),
@@ -136,4 +160,4 @@ LONG = tuple(
     for microbatches in (10, 30)
 )
 """the same caps over few and many micro-batches"""
-OTHERS = (*HYBRIDS, *INTERLEAVED, *ZERO_BUBBLE, *WHOLE, *DRIFTING, *EVALUATED, *UPDATED, *DIGITS, *LONG)
+OTHERS = (*HYBRIDS, *DEALT, *INTERLEAVED, *ZERO_BUBBLE, *WHOLE, *DRIFTING, *EVALUATED, *UPDATED, *DIGITS, *LONG)

@@ -38,6 +38,8 @@ class Case:
     microbatches: int
     caps: tuple[int, ...] | None = None
     replicas: tuple[int, ...] | None = None
+    dealing: tuple[tuple[int, ...], ...] | None = None
+    """for each stage, which of its replicas take which micro-batches"""
     recompute: tuple[int, ...] = ()
     """stages"""
     cut: str = "even"
@@ -60,6 +62,7 @@ class Case:
         parts = [self.model, self.numbers, self.schedule, f"N{self.stages}", f"M{self.microbatches}", self.cut]
         parts += [f"K{'.'.join(map(str, self.caps))}"] if self.caps else []
         parts += [f"r{'.'.join(map(str, self.replicas))}"] if self.replicas else []
+        parts += [f"d{'.'.join(''.join(map(str, own)) for own in self.dealing)}"] if self.dealing else []
         parts += [f"again{'.'.join(map(str, self.recompute))}"] if self.recompute else []
         parts += ["short"] if self.short else []
         parts += [self.data] if self.data != "everywhere" else []
@@ -91,8 +94,13 @@ def write_cases(cases: Sequence[Case], path: Path) -> None:
 def read_cases(path: Path) -> list[Case]:
     rows = json.loads(path.read_text(encoding="ascii"))
     return [
-        Case(**{key: tuple(item) if isinstance(item, list) else item for key, item in row.items()}) for row in rows
+        Case(**{key: _tuples(item) for key, item in row.items()})  # type: ignore[arg-type]
+        for row in rows
     ]
+
+
+def _tuples(item: object) -> object:
+    return tuple(_tuples(part) for part in item) if isinstance(item, list) else item
 
 
 def falling_caps(stages: int, microbatches: int, *, seed: object) -> tuple[int, ...]:
@@ -106,10 +114,14 @@ def make_schedule_of(case: Case) -> Schedule:
         schedule = data_parallel(case.stages, case.microbatches)
     elif case.schedule == "1f1b":
         assert case.caps is not None
-        schedule = with_update(capped(case.stages, case.microbatches, case.caps, replicas=case.replicas))
+        schedule = with_update(
+            capped(case.stages, case.microbatches, case.caps, replicas=case.replicas, dealing=case.dealing)
+        )
     else:
         schedule = with_update(
-            make_schedule(case.schedule, case.stages, case.microbatches, replicas=case.replicas)
+            make_schedule(
+                case.schedule, case.stages, case.microbatches, replicas=case.replicas, dealing=case.dealing
+            )
         )
     return with_recompute(schedule, case.recompute) if case.recompute else schedule
 

@@ -49,8 +49,11 @@ def main(folder: Path) -> int:
 def run_rank(folder: Path, rank: int, cases: list[Case], captures: Mapping[tuple[str, str], Captured]) -> None:
     shares: dict[tuple[object, ...], set[Share]] = {}
     for case in cases:
+        schedule = make_schedule_of(case)
         shares.setdefault(case.alone, set()).update(
-            (index, len(ranks)) for ranks in make_schedule_of(case).placement for index in range(len(ranks))
+            (index, len(ranks), schedule.dealing_of(stage))
+            for stage, ranks in enumerate(schedule.placement)
+            for index in range(len(ranks))
         )
     by_key = {case.alone: case for case in cases}
     for index, (key, case) in enumerate(by_key.items()):
@@ -156,8 +159,9 @@ def _roots(captured: Captured, plan: Plan, stage: int) -> bool:
 
 def _share(pipe: Pipeline, plan: Plan) -> Share:
     """Which replica of its stage this rank is; ranks with several stages have no replicas."""
-    ranks = plan.schedule.placement[pipe.stages[0]]
-    return ranks.index(pipe.rank), len(ranks)
+    stage = pipe.stages[0]
+    ranks, dealing = plan.schedule.placement[stage], plan.schedule.dealing
+    return ranks.index(pipe.rank), len(ranks), dealing[stage] if dealing else ()
 
 
 def _compare(case: Case, pipe: Pipeline, plan: Plan, alone: Alone, step: int, loss: float) -> tuple[float, str]:

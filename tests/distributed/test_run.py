@@ -18,13 +18,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="running a plan needs torch: pip install bapipe[torch]")
 
-from run_plans import ROOT, caps_of, make_plan, small_plan  # noqa: E402
+from run_plans import CPU, ROOT, caps_of, make_plan, small_plan, tiny_profile  # noqa: E402
 
 from bapipe.errors import BaPipeError  # noqa: E402
+from bapipe.hardware.cluster import Accelerator, Cluster, Link  # noqa: E402
 from bapipe.models.layers import ModelRef  # noqa: E402
+from bapipe.planner import Request, explore  # noqa: E402
+from bapipe.planner import make_plan as make_planned  # noqa: E402
 from bapipe.records.plan import Plan, write_plan  # noqa: E402
 from bapipe.records.run_record import RunRecord, read_run, to_timeline  # noqa: E402
-from bapipe.schedule.actions import Action  # noqa: E402
+from bapipe.schedule.actions import Action, Kind  # noqa: E402
 from bapipe.torch.inputs.build_model import build_model  # noqa: E402
 from bapipe.torch.launch import worker  # noqa: E402
 from bapipe.torch.launch.launcher import launch  # noqa: E402
@@ -74,6 +77,40 @@ def test_a_run_is_checked_recorded_and_told_as_json(tmp_path: Path) -> None:
     assert record.check is not None
     assert record.check.passed
     _follows(record, plan)
+
+
+def test_replicas_of_two_speeds_take_their_shares_and_are_checked(tmp_path: Path) -> None:
+    profile = tiny_profile()
+    table = profile.table("cpu-core")
+    slower = {
+        name: tuple(tuple(2.5 * value for value in row) for row in getattr(table, name))
+        for name in ("forward", "backward")
+    }
+    slow = replace(table, **slower)
+    kinds = {"cpu-core": CPU, "slow-core": replace(CPU, name="slow-core")}
+    cluster = Cluster(
+        name="two speeds",
+        accelerators=tuple(
+            Accelerator(name=f"localhost/{index}", type=kind, node="localhost") for index, kind in enumerate(kinds)
+        ),
+        types=kinds,
+        within=Link(bandwidth=1e12),
+    )
+    both = replace(profile, accelerators={"cpu-core": table, "slow-core": slow})
+    request = Request(schedule="data-parallel", global_batch=32, microbatch=8)
+    plan = make_planned(explore(both, cluster, request))
+    assert plan.schedule.dealing == ((0, 0, 1),)
+    write_plan(plan, tmp_path / "plan.json")
+    paths = [str(tmp_path / name) for name in ("plan.json", "run.json")]
+    result = _bapipe("run", paths[0], "--steps", "3", "--check", "--timeout", "60", "--out", paths[1])
+    assert (result.returncode, result.stderr) == (0, "")
+    record = read_run(paths[1])
+    assert record.check is not None
+    assert record.check.passed
+    timeline = to_timeline(record)
+    forwards = timeline.ranks[timeline.kinds == Kind.F].tolist()
+    assert [forwards.count(rank) for rank in range(2)] == [3, 1]
+    assert "rank 1" in bapipe("compare", *paths).stdout
 
 
 def test_a_run_without_a_trace_says_so(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ __all__ = ["plan_command"]
               help="Of transfers, such as 30%.  [default: as the cluster has it]")  # fmt: skip
 @click.option("--effort", default="normal", show_default=True, metavar="WORD|SECONDS",
               help="Search by simulation: low, normal, high, or a time such as 30s.")  # fmt: skip
+@click.option("--dealing", type=click.Choice(["speed", "equal"]), default="speed", show_default=True,
+              help="Replicas of several types may take micro-batches by their speed, or all as many.")  # fmt: skip
 @click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
 @click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
 @click.option("--compile", "compiled", is_flag=True,

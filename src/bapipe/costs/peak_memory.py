@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -133,11 +134,15 @@ def message_bytes(schedule: Schedule, needed: Sequence[StageBytes]) -> list[floa
 def _messages(schedule: Schedule, needed: Sequence[StageBytes]) -> tuple[list[float], list[float]]:
     """By stage, bytes of those that one of its ranks sends and of those that it receives ahead, two of each wire.
 
-    Micro-batches are dealt to replicas in turn, so a rank of r replicas has s / gcd(r, s) wires to s others.
+    Where micro-batches are dealt to replicas in turn a rank of r replicas has s / gcd(r, s) wires to s others.
     """
     counts = [len(ranks) for ranks in schedule.placement]
     wires = [after // math.gcd(own, after) for own, after in itertools.pairwise(counts)] + [0]
     back = [0] + [before // math.gcd(own, before) for before, own in itertools.pairwise(counts)]
+    if schedule.dealing is not None:
+        pairs = [set(schedule.meetings(boundary)) for boundary in range(len(counts) - 1)]
+        wires = [max(Counter(ahead for ahead, _ in own).values()) for own in pairs] + [0]
+        back = [0] + [max(Counter(behind for _, behind in own).values()) for own in pairs]
     sending = [
         2 * (after * item.sent + before * item.answered)
         for item, before, after in zip(needed, back, wires, strict=True)

@@ -30,6 +30,7 @@ __all__ = [
     "read_versioned",
     "replace_file",
     "sync",
+    "unless_default",
     "write_bytes",
     "write_text",
 ]
@@ -143,10 +144,23 @@ def parse_versioned(
     return value
 
 
+_UNLESS_DEFAULT = "unless default"
+
+
+def unless_default(default: Any) -> Any:
+    """A field of a dataclass that a file has only where it differs from its default."""
+    return dataclasses.field(default=default, metadata={_UNLESS_DEFAULT: True})
+
+
 def plain_values(value: Any) -> Any:
     """Dataclasses and tuples as the tables and lists that JSON has."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {
+            field.name: plain_values(item)
+            for field, item in fields
+            if not (_UNLESS_DEFAULT in field.metadata and item == field.default)
+        }
     if isinstance(value, (tuple, list)):
         return [plain_values(item) for item in value]
     if isinstance(value, dict):

@@ -8,10 +8,11 @@ from typing import Literal
 from bapipe.costs.optimizers import same_step
 from bapipe.costs.peak_memory import message_bytes
 from bapipe.costs.segments import Chain
-from bapipe.planner.evaluate import Evaluation, as_run
+from bapipe.costs.stage_time import stage_seconds
+from bapipe.planner.evaluate import Evaluation, as_run, replica_rows
 from bapipe.planner.idle_accelerators import idle_note
 from bapipe.planner.search import Exploration
-from bapipe.records.plan import Alternative, LayerPart, MemoryParts, Plan, PlanStage, Prediction
+from bapipe.records.plan import Alternative, LayerPart, MemoryParts, Plan, PlanReplica, PlanStage, Prediction
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.units import format_bytes, format_seconds
 
@@ -100,9 +101,37 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 buffer_bytes=messages[index],
                 workspace_bytes=needed.workspace,
                 memory_parts=MemoryParts(**asdict(best.peaks[index])),
+                replicas=_replicas(best, index, found),
             )
         )
     return tuple(stages)
+
+
+def _replicas(best: Evaluation, index: int, found: Exploration) -> tuple[PlanReplica, ...] | None:
+    """What is each replica's own; None where all replicas of the stage are alike."""
+    schedule, choice, chain = best.schedule, best.candidate.stages[index], best.candidate.chain
+    own = best.costs.replicas[index] if best.costs.replicas is not None else ()
+    if not own and not schedule.dealing_of(index):
+        return None
+    cluster, held = found.hardware.cluster, best.timeline.peak_in_flight_by_rank()
+    replicas = []
+    for place, row in enumerate(replica_rows(chain, choice, cluster)):
+        seconds = stage_seconds(chain, [(choice.first, choice.last)], [{row}])
+        rank = schedule.placement[index][place]
+        replicas.append(
+            PlanReplica(
+                microbatches=schedule.microbatch_counts(index)[place],
+                forward=float(seconds.forward[0]),
+                backward=float(seconds.backward[0]),
+                weight_gradient=float(seconds.weight_gradient[0]),
+                parting=float(seconds.parting[0]),
+                update=own[place].update if own else best.costs.update[index],
+                in_flight=float(held[rank]),
+                memory_bytes=best.rank_peaks[rank].total,
+                memory_capacity=cluster.type_of(choice.accelerators[place]).memory,
+            )
+        )
+    return tuple(replicas)
 
 
 def _sent_back(best: Evaluation, index: int) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain
+from bapipe.planner.dealt_cases import dealt_orders
 from bapipe.planner.effort import Effort
 from bapipe.planner.evaluate import Candidate, Evaluation, evaluate, unreplicated
 from bapipe.planner.lightest_cuts import balanced_fitting_cuts, lightest_cuts
@@ -24,6 +25,7 @@ from bapipe.planner.order_space import DATA_PARALLEL, OrderSpace, order_spaces
 from bapipe.planner.placements import accelerator_orders, replica_counts
 from bapipe.planner.plan_cases import PlanCases
 from bapipe.planner.planned_order import PlannedOrder
+from bapipe.planner.stage_dealing import dealt_words
 from bapipe.planner.stage_tables import StageTables
 from bapipe.planner.state import SearchState
 from bapipe.units import format_seconds
@@ -105,12 +107,19 @@ class CutSearch:
             )
             for counts in shapes:
                 if counts == (counts[0],) and counts[0] > 1:
-                    if request.schedule is None and microbatches % counts[0] == 0:
+                    if request.schedule is None and (
+                        microbatches % counts[0] == 0 or self._unequal(microbatches, counts[0])
+                    ):
                         yield DATA_PARALLEL, counts
                 elif max(counts) <= microbatches and space.allows(counts):
                     yield space, counts
             if space.replicas and not wide and count > 1:
                 self.open = 0.0
+
+    def _unequal(self, microbatches: int, replicas: int) -> bool:
+        """Whether replicas of data parallelism may take unequal numbers of micro-batches."""
+        mixed = len({item.type for item in self._state.cluster.accelerators}) > 1
+        return mixed and self._state.request.dealing == "speed" and microbatches >= replicas
 
     def _every_case(self, chain: Chain, counts: tuple[int, ...], *, most: int) -> PlanCases | None:
         """All cuts on all orders of accelerators; None where they are too many."""
@@ -141,8 +150,40 @@ class CutSearch:
     ) -> Evaluation | None:
         """Time every case that may be the best under this order; return the new best, if there is one.
 
-        With `below`, seconds per sample, the fastest that is under them, be it the best of all or not.
+        With `below`, seconds per sample, the fastest that is under them, be it the best of all or not. Where
+        replicas of a stage are of several types, also with micro-batches dealt by their speed.
         """
+        found = self._try_dealt(space, cases, order, below=below)
+        if not any(cases.unlike) or self._state.request.dealing == "equal":
+            return found
+        why = self.ruled_out
+        for dealt, chosen in self._dealings(cases, order, below=below):
+            pace = below if found is None else 1 / found.throughput
+            found = self._try_dealt(space, cases.of(chosen), dealt, below=pace) or found
+            why = why if self.ruled_out == why else ""
+        self.ruled_out = why
+        return found
+
+    def _dealings(
+        self, cases: PlanCases, order: PlannedOrder, *, below: float | None
+    ) -> list[tuple[PlannedOrder, Ints]]:
+        """The order with the dealings of the cases that may be fastest."""
+        tuning, samples = self._state.tuning, self._state.global_batch
+        self._steps -= len(order.counts) * (tuning.bound_steps + len(cases) / tuning.cases_as_one)
+        least = cases.bound(order, best_dealt=True)
+        chosen = np.flatnonzero(least < (self.pace if below is None else below) * samples)
+        chosen = chosen[np.argsort(least[chosen], kind="stable")]
+        if not len(chosen) or self.spent:
+            return []
+        made = dealt_orders(cases, order, chosen[: tuning.dealt_cases])
+        left = chosen[tuning.dealt_cases :].tolist() + [own[0] for _, own in made[tuning.dealings :]]
+        self.open = min([self.open, *(float(least[case]) / samples for case in left)])
+        return made[: tuning.dealings]
+
+    def _try_dealt(
+        self, space: OrderSpace, cases: PlanCases, order: PlannedOrder, *, below: float | None
+    ) -> Evaluation | None:
+        """As `try_order`, of micro-batches that are dealt as the order says."""
         state, tuning = self._state, self._state.tuning
         pace = self.pace if below is None else below
         samples = state.global_batch
@@ -316,12 +357,19 @@ def _subsets(stages: int) -> list[tuple[int, ...]]:
 
 def _family(candidate: Candidate) -> str:
     """The family in which the candidate competes."""
-    name = candidate.schedule.name
-    return name if unreplicated(candidate.stages) or name == "data-parallel" else f"{name}, hybrid"
+    name, dealt = candidate.schedule.name, candidate.schedule.dealing is not None
+    if name == "data-parallel":
+        return "data-parallel, dealt by speed" if dealt else name
+    return name if unreplicated(candidate.stages) else f"{name}, hybrid"
 
 
 def _label(space: OrderSpace, order: PlannedOrder) -> str:
     counts = order.counts
+    if order.dealing is not None:
+        plain = (
+            "data parallelism" if space.name == "data-parallel" else _label(space, replace(order, dealing=None))
+        )
+        return f"{plain}, micro-batches {dealt_words(order.schedule)}"
     if space.name == "data-parallel":
         steps = order.microbatches // counts[0]
         return "data parallelism" + (f", {steps} accumulation steps" if steps > 1 else "")

@@ -8,9 +8,16 @@ from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
+from bapipe.planner.stage_dealing import dealing_by_speed, dealt_words
 from bapipe.schedule.generators import capped
 
-__all__ = ["Estimate", "analytic_alternatives", "at_global_batch", "data_parallel_candidate"]
+__all__ = [
+    "Estimate",
+    "analytic_alternatives",
+    "at_global_batch",
+    "data_parallel_candidate",
+    "dealt_data_parallel",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +38,19 @@ def data_parallel_candidate(chain: Chain, hardware: Hardware, accumulation: int)
     stage = StageChoice(first=0, last=len(chain) - 1, accelerators=tuple(range(count)))
     label = "data parallelism" + (f", {accumulation} accumulation steps" if accumulation > 1 else "")
     schedule = capped(1, count * accumulation, [count], name="data-parallel", replicas=[count])
+    return Candidate(label=label, chain=chain, stages=(stage,), schedule=schedule)
+
+
+def dealt_data_parallel(chain: Chain, hardware: Hardware, global_batch: int) -> Candidate | None:
+    """Data parallelism whose micro-batches are dealt by speed; None where that is in turn, or some take none."""
+    microbatches, rest = divmod(global_batch, chain.microbatch)
+    count = len(hardware.cluster)
+    stage = StageChoice(first=0, last=len(chain) - 1, accelerators=tuple(range(count)))
+    dealing = dealing_by_speed(chain, stage, hardware.cluster, microbatches)
+    if rest or not dealing or len(set(dealing)) < count:
+        return None
+    schedule = capped(1, microbatches, [1], name="data-parallel", replicas=[count], dealing=[dealing])
+    label = f"data parallelism, micro-batches {dealt_words(schedule)}"
     return Candidate(label=label, chain=chain, stages=(stage,), schedule=schedule)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +22,7 @@ from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import with_recompute, with_update
 from bapipe.simulator.lowering import Network, Route
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import Costs, ReplicaCosts, simulate
 from bapipe.simulator.timeline import Timeline
 
 __all__ = [
@@ -39,6 +38,7 @@ __all__ = [
     "is_data_parallel",
     "network_of",
     "plan_timeline",
+    "replica_rows",
     "run_costs",
     "seconds_of",
     "shared_sums",
@@ -122,7 +122,9 @@ class Evaluation:
     costs: Costs
     timeline: Timeline
     peaks: tuple[PeakBytes, ...]
-    """on the fullest accelerator of each stage, all its stages together"""
+    """on the accelerator of each stage that has least to spare, all its stages together"""
+    rank_peaks: tuple[PeakBytes, ...]
+    """on every rank of the schedule"""
     capacity: tuple[float, ...]
     inflight: tuple[float, ...]
     """in-flight micro-batches per replica of each stage, at most"""
@@ -166,10 +168,9 @@ class Evaluation:
 def network_of(cluster: Cluster, ranks: tuple[int, ...], schedule: Schedule) -> Network:
     """The routes between the ranks that talk to each other; amounts are bytes."""
     routes = {}
-    for ahead, behind in zip(schedule.placement[:-1], schedule.placement[1:], strict=True):
-        # Micro-batches are dealt to replicas in turn, so that not every one talks to every other.
-        for turn in range(math.lcm(len(ahead), len(behind))):
-            source, target = ahead[turn % len(ahead)], behind[turn % len(behind)]
+    for boundary in range(schedule.num_stages - 1):
+        # Not every replica talks to every other.
+        for source, target in dict.fromkeys(schedule.meetings(boundary)):
             if source == target or (source, target) in routes:
                 continue
             link = cluster.link(ranks[source], ranks[target])
@@ -216,29 +217,33 @@ def _divided(candidate: Candidate) -> list[set[int]]:
 
 
 def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
-    """What each action of the candidate's stages takes; its schedule does not matter."""
-    return _costs(candidate, hardware, seconds_of(candidate.chain, candidate.stages, hardware.cluster))
+    """What each action of the candidate's stages takes; its schedule does not matter, and replicas are taken to
+    have as many micro-batches each."""
+    return _costs(candidate, hardware, seconds_of(candidate.chain, candidate.stages, hardware.cluster), None)
 
 
 def run_costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds | None = None) -> Costs:
     """What each action takes as its schedule runs it: without a flush the optimizer steps in each backward."""
     seconds = seconds or seconds_of(candidate.chain, candidate.stages, hardware.cluster)
-    costs = _costs(candidate, hardware, seconds)
+    costs = _costs(candidate, hardware, seconds, candidate.schedule)
     return costs if candidate.schedule.flushes else _updating_always(costs)
 
 
-def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds) -> Costs:
+def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds, schedule: Schedule | None) -> Costs:
     chain, cluster, reduce = candidate.chain, hardware.cluster, []
     summing = shared_sums(
         chain.profile, cluster, _divided(candidate), [stage.accelerators for stage in candidate.stages]
     )
     forward, backward = tuple(seconds.forward.tolist()), tuple(seconds.backward.tolist())
+    replicas = _replica_costs(candidate, cluster, summing)
     for index, stage in enumerate(candidate.stages):
         weights = stage_weights(chain, stage.first, stage.last)
         whole = all_reduce_time(cluster, stage.accelerators, weights)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
             bucket = all_reduce_time(cluster, stage.accelerators, min(DDP_BUCKET, weights))
-            whole = max(bucket, whole - cluster.collective_overlap * backward[index])
+            last = _ends_last(schedule, replicas)
+            hidden = backward[index] if last is None else last.backward
+            whole = max(bucket, whole - cluster.collective_overlap * hidden)
         reduce.append(whole)
     cuts = [stage.last for stage in candidate.stages[:-1]]
     return Costs(
@@ -251,7 +256,64 @@ def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds) -> C
         recompute=forward,
         all_reduce=tuple(reduce),
         update=tuple((np.array(summing) + seconds.update).tolist()),
+        replicas=replicas,
     )
+
+
+def _replica_costs(
+    candidate: Candidate, cluster: Cluster, summing: Sequence[float]
+) -> tuple[tuple[ReplicaCosts, ...], ...] | None:
+    """Of stages whose replicas are of several types what each takes; None where there are none.
+
+    Copies of a part of the cluster are alike.
+    """
+    if candidate.copies > 1 or len(candidate.chain.types) == 1:
+        return None
+    found = []
+    for stage, more in zip(candidate.stages, summing, strict=True):
+        rows = replica_rows(candidate.chain, stage, cluster)
+        span = (stage.first, stage.last)
+        each = {row: _alone(stage_seconds(candidate.chain, [span], [{row}]), more) for row in set(rows)}
+        found.append(tuple(each[row] for row in rows) if len(each) > 1 else ())
+    return tuple(found) if any(found) else None
+
+
+def replica_rows(chain: Chain, stage: StageChoice, cluster: Cluster) -> list[int]:
+    """Of each replica of a stage, the chain's row of its accelerator's type."""
+    return [chain.row(cluster.accelerators[index].type) for index in stage.accelerators]
+
+
+def _alone(seconds: StageSeconds, summing: float) -> ReplicaCosts:
+    """Of the only stage in `seconds`."""
+    forward, backward, weight, parting, update = (
+        float(values[0])
+        for values in (
+            seconds.forward,
+            seconds.backward,
+            seconds.weight_gradient,
+            seconds.parting,
+            seconds.update,
+        )
+    )
+    return ReplicaCosts(
+        forward=forward,
+        backward=backward,
+        input_gradient=backward - weight,
+        weight_gradient=weight + parting,
+        recompute=forward,
+        update=summing + update,
+    )
+
+
+def _ends_last(
+    schedule: Schedule | None, replicas: tuple[tuple[ReplicaCosts, ...], ...] | None
+) -> ReplicaCosts | None:
+    """Of data parallelism over several types, the replica whose micro-batches take longest."""
+    if replicas is None:
+        return None
+    counts = (1,) * len(replicas[0]) if schedule is None else schedule.microbatch_counts(0)
+    both = zip(counts, replicas[0], strict=True)
+    return max(both, key=lambda own: own[0] * (own[1].forward + own[1].backward))[1]
 
 
 def seconds_of(chain: Chain, stages: Sequence[StageChoice], cluster: Cluster) -> StageSeconds:
@@ -278,26 +340,37 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         update_copies=hardware.update_copies(),
         phases_known=candidate.chain.phases_known,
     )
-    capacity = tuple(
-        min(hardware.cluster.type_of(index).memory for index in stage.accelerators) for stage in candidate.stages
-    )
+    capacity, fullest = [], []
+    for stage, placed in zip(candidate.stages, schedule.placement, strict=True):
+        rooms = [hardware.cluster.type_of(index).memory for index in stage.accelerators]
+        if copies > 1:
+            rooms = [min(rooms)] * len(placed)
+        # The replica that lacks most, or has least to spare.
+        at = max(range(len(placed)), key=lambda place: (peaks[placed[place]].total - rooms[place], -place))
+        capacity.append(rooms[at])
+        fullest.append(peaks[placed[at]])
     return Evaluation(
         candidate=candidate,
         schedule=schedule,
         ranks=ranks,
         costs=costs,
         timeline=timeline,
-        peaks=tuple(
-            max((peaks[rank] for rank in ranks), key=lambda peak: peak.total) for ranks in schedule.placement
-        ),
-        capacity=capacity,
-        inflight=tuple(
-            float(-(-count // len(ranks)))
-            for count, ranks in zip(timeline.peak_in_flight(), schedule.placement, strict=True)
-        ),
+        peaks=tuple(fullest),
+        rank_peaks=tuple(peaks),
+        capacity=tuple(capacity),
+        inflight=_inflight(schedule, timeline),
         stage_seconds=seconds,
         stage_bytes=tuple(needed),
     )
+
+
+def _inflight(schedule: Schedule, timeline: Timeline) -> tuple[float, ...]:
+    """In-flight micro-batches of the replica of each stage that has most."""
+    if schedule.dealing is not None:
+        held = timeline.peak_in_flight_by_rank()
+        return tuple(float(max(held[rank] for rank in ranks)) for ranks in schedule.placement)
+    both = zip(timeline.peak_in_flight(), schedule.placement, strict=True)
+    return tuple(float(-(-count // len(ranks))) for count, ranks in both)
 
 
 def as_run(candidate: Candidate) -> Schedule:
@@ -344,5 +417,26 @@ def plan_timeline(plan: Plan) -> Timeline:
         recompute=tuple(stage.forward for stage in stages),
         all_reduce=tuple(stage.all_reduce for stage in stages),
         update=tuple(stage.update for stage in stages),
+        replicas=_planned_replicas(plan),
     )
     return simulate(schedule, costs, network_of(plan.cluster, ranks, schedule))
+
+
+def _planned_replicas(plan: Plan) -> tuple[tuple[ReplicaCosts, ...], ...] | None:
+    """What the replicas of a plan's stages take where they are not alike."""
+    if all(stage.replicas is None for stage in plan.stages):
+        return None
+    return tuple(
+        tuple(
+            ReplicaCosts(
+                forward=own.forward,
+                backward=own.backward,
+                input_gradient=own.backward - min(own.weight_gradient, own.backward),
+                weight_gradient=min(own.weight_gradient, own.backward) + own.parting,
+                recompute=own.forward,
+                update=own.update,
+            )
+            for own in stage.replicas or ()
+        )
+        for stage in plan.stages
+    )

@@ -41,7 +41,7 @@ class Incumbents:
     def is_new(self, candidate: Candidate) -> bool:
         """Whether these stages were not yet timed under this schedule; several strategies often agree."""
         schedule = candidate.schedule
-        own = (candidate.stages, schedule.name, schedule.caps, candidate.copies)
+        own = (candidate.stages, schedule.name, schedule.caps, schedule.dealing, candidate.copies)
         key = (candidate.chain.units, candidate.chain.microbatch, *own)
         new = key not in self._seen
         self._seen.add(key)

@@ -63,6 +63,8 @@ class Request:
     """relative standard error of a transfer's time; None: as the cluster's links have it"""
     effort: str | float = "normal"
     """how much is simulated to find a faster plan: low, normal or high, or so many seconds"""
+    dealing: Literal["speed", "equal"] = "speed"
+    """speed: replicas of several types may take micro-batches by their speed; equal: all replicas take as many"""
     compiled: bool = False
     """whether the plan's stages run compiled though the profile was not measured so"""
 
@@ -93,6 +95,8 @@ class Request:
                 "change one"
             )
         check_effort(self.effort)
+        if self.dealing not in ("speed", "equal"):
+            raise BaPipeError(f"--dealing is speed or equal, got '{str(self.dealing)[:40]}'; give one of them")
         if self.schedule == "data-parallel" and self.stages not in (None, 1):
             raise BaPipeError(f"data parallelism has one stage, --stages says {self.stages}; drop one of them")
         if self.cap is not None:

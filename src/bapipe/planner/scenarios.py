@@ -117,7 +117,8 @@ class Scenarios:
                 own, ranks = candidate.chain, evaluation.ranks
                 if id(own) not in chains:
                     chains[id(own)] = self.chain(own, number)
-                staged, placed = (id(own), candidate.stages, schedule.flushes), (ranks, schedule.placement)
+                staged = (id(own), candidate.stages, schedule.flushes, schedule.dealing)
+                placed = (ranks, schedule.placement, schedule.dealing)
                 if staged not in timed:
                     timed[staged] = run_costs(replace(candidate, chain=chains[id(own)]), changed)
                 if placed not in routed:

@@ -139,6 +139,12 @@ class Tuning:
     """accelerators up to which every way to replicate stages is listed"""
     cases_together: int = 2_000
     """cases that are timed at once"""
+    dealt_cases: int = 400
+    """of an order whose replicas are of several types, cases whose micro-batches are dealt by their speed"""
+    dealings: int = 8
+    """dealings of one order that are tried, those of the cases that may be fastest"""
+    dealing_moves: int = 32
+    """steps by which the best plan's dealing is improved"""
     cases_as_one: int = 400
     """cases that take as long to time together as one does alone"""
     bound_steps: int = 4

@@ -9,7 +9,7 @@ from typing import Literal
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.precision import Precision, find_precision
-from bapipe.io.files import dump_json, read_versioned, write_text
+from bapipe.io.files import dump_json, read_versioned, unless_default, write_text
 from bapipe.models.layers import ModelRef
 from bapipe.records.fpga_deployment import Deployment
 from bapipe.records.plan_consistency import require_consistent
@@ -21,6 +21,7 @@ __all__ = [
     "LayerPart",
     "MemoryParts",
     "Plan",
+    "PlanReplica",
     "PlanStage",
     "Prediction",
     "read_plan",
@@ -56,6 +57,27 @@ class MemoryParts:
     """messages under way"""
     workspace: float
     """workspace of the layer at work, or of the optimizer step, and what libraries keep"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReplica:
+    """One replica of a stage whose replicas are of several types, or take unequal numbers of micro-batches."""
+
+    microbatches: int
+    """how many of a global batch it takes"""
+    forward: float
+    """seconds per micro-batch"""
+    backward: float
+    weight_gradient: float
+    """seconds of the backward that are the weight gradient"""
+    parting: float = 0.0
+    """seconds more that it takes as a deferred weight gradient"""
+    update: float = 0.0
+    in_flight: float
+    """in-flight micro-batches, at most"""
+    memory_bytes: float
+    """peak"""
+    memory_capacity: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +125,13 @@ class PlanStage:
     """the largest workspace of a layer"""
     memory_parts: MemoryParts | None = None
     """what the peak is made of; None: not known"""
+    replicas: tuple[PlanReplica, ...] | None = unless_default(None)
+    """one per accelerator, where they are not alike; the figures above are then those of the slowest in each, and
+    of the one with least memory to spare"""
+
+    def on(self, accelerator: str) -> PlanStage | PlanReplica:
+        """What is said of the stage on this accelerator: its replica's own, where replicas are not alike."""
+        return self if self.replicas is None else self.replicas[self.accelerators.index(accelerator)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

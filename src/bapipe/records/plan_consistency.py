@@ -31,6 +31,8 @@ def require_consistent(plan: Plan) -> Schedule:
         require_amounts(stage, where=f"stage {index}", todo="plan again")
         if stage.memory_parts is not None:
             require_amounts(stage.memory_parts, where=f"stage {index}: memory_parts", todo="plan again")
+        for replica in stage.replicas or ():
+            require_amounts(replica, where=f"stage {index}: replicas", todo="plan again")
     require_amounts(plan.prediction, where="prediction", todo="plan again", signed=("gap", "bubble"))
     for alternative in plan.alternatives:
         where = f"alternative '{alternative.name[:60]}'"
@@ -40,6 +42,7 @@ def require_consistent(plan: Plan) -> Schedule:
     _require_layers(plan)
     schedule = plan.schedule.to_schedule()
     _require_ranks(plan, schedule)
+    _require_replicas(plan, schedule)
     _require_recomputation(plan, schedule)
     if not _complete(schedule):
         require_valid(schedule)  # says where
@@ -131,6 +134,18 @@ def _require_ranks(plan: Plan, schedule: Schedule) -> None:
                 )
 
 
+def _require_replicas(plan: Plan, schedule: Schedule) -> None:
+    """Where replicas have figures of their own, all are there, with the micro-batches that the order deals."""
+    for index, stage in enumerate(plan.stages):
+        dealt = schedule.microbatch_counts(index)
+        if stage.replicas is not None and tuple(own.microbatches for own in stage.replicas) != dealt:
+            said = "-".join(str(own.microbatches) for own in stage.replicas[:16]) or "none"
+            raise BaPipeError(
+                f"stage {index} says that its replicas take {said} micro-batches, but its order deals "
+                f"{'-'.join(map(str, dealt[:16]))}; plan again"
+            )
+
+
 def _require_recomputation(plan: Plan, schedule: Schedule) -> None:
     for index, stage in enumerate(plan.stages):
         again = any(((lane.kinds == Kind.R) & (lane.stages == index)).any() for lane in schedule.lanes)
@@ -148,10 +163,8 @@ def _complete(schedule: Schedule) -> bool:
     )
     ranks = np.repeat([lane.rank for lane in schedule.lanes], [len(lane) for lane in schedule.lanes])
     whole = microbatches < 0
-    replicas = np.array([len(ranks) for ranks in schedule.placement])
-    starts = np.cumsum(replicas) - replicas
-    owners = np.array([rank for ranks in schedule.placement for rank in ranks])
-    if (owners[starts[stages] + microbatches % replicas[stages]] != ranks)[~whole].any():
+    owners = np.stack([schedule.ranks_by_microbatch(stage) for stage in range(N)])
+    if (owners[stages[~whole], microbatches[~whole]] != ranks[~whole]).any():
         return False
     if any(rank not in schedule.placement[stage] for stage, rank in zip(stages[whole], ranks[whole], strict=True)):
         return False

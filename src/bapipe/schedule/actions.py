@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.errors import ScheduleError
+from bapipe.schedule.dealing import Dealing, dealt_counts, most_in_a_row, replica_taking, round_length, takers
 
 __all__ = ["Action", "Concurrency", "Kind", "Lane", "Schedule", "Sending"]
 
@@ -126,7 +128,7 @@ class Schedule:
     """(virtual) stages of the pipeline"""
     num_microbatches: int
     placement: tuple[tuple[int, ...], ...]
-    """for each stage the ranks of its replicas; micro-batch m runs on replica m mod r"""
+    """for each stage the ranks of its replicas"""
     lanes: tuple[Lane, ...]
     caps: tuple[int, ...] | None = None
     """K_i: at most so many in-flight micro-batches at stage i, all replicas together; None: unlimited"""
@@ -138,6 +140,8 @@ class Schedule:
     """weight versions kept at each stage (PipeDream); None: one"""
     flushes: bool = True
     """False: the pipeline never drains, and time is counted at its steady period (PipeDream)"""
+    dealing: tuple[Dealing, ...] | None = None
+    """for each stage, which of its replicas take which micro-batches (`bapipe.schedule.dealing`); None: in turn"""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -152,7 +156,37 @@ class Schedule:
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that runs this micro-batch of this stage."""
         ranks = self.placement[stage]
-        return ranks[microbatch % len(ranks)]
+        return ranks[replica_taking(self.dealing_of(stage), len(ranks), microbatch)]
+
+    def dealing_of(self, stage: int) -> Dealing:
+        """How its micro-batches are dealt to the stage's replicas."""
+        return () if self.dealing is None else self.dealing[stage]
+
+    def ranks_by_microbatch(self, stage: int) -> IntArray:
+        """The rank that runs each micro-batch of this stage."""
+        ranks = self.placement[stage]
+        return np.array(ranks, np.int64)[takers(self.dealing_of(stage), len(ranks), self.num_microbatches)]
+
+    def microbatch_counts(self, stage: int) -> tuple[int, ...]:
+        """How many micro-batches each replica of this stage takes."""
+        return dealt_counts(self.dealing_of(stage), len(self.placement[stage]), self.num_microbatches)
+
+    def replica_cap(self, stage: int, replica: int) -> int | None:
+        """How many in-flight micro-batches a replica may hold, by its place: its share of K; None: any number."""
+        if self.caps is None:
+            return None
+        return most_in_a_row(self.dealing_of(stage), len(self.placement[stage]), replica, self.caps[stage])
+
+    def meetings(self, boundary: int) -> tuple[tuple[int, int], ...]:
+        """The ranks before and behind a boundary between which each micro-batch goes, until they repeat."""
+        both = self.placement[boundary : boundary + 2]
+        dealt = [self.dealing_of(stage) for stage in (boundary, boundary + 1)]
+        turns = math.lcm(*(round_length(own, len(ranks)) for own, ranks in zip(dealt, both, strict=True)))
+        before, behind = (
+            [ranks[replica_taking(own, len(ranks), turn)] for turn in range(min(turns, self.num_microbatches))]
+            for own, ranks in zip(dealt, both, strict=True)
+        )
+        return tuple(zip(before, behind, strict=True))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The (virtual) stages that are on this rank."""

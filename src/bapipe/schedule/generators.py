@@ -18,6 +18,7 @@ import numpy as np
 
 from bapipe.errors import BaPipeError, nearest
 from bapipe.schedule.actions import Concurrency, Kind, Lane, Schedule, Sending
+from bapipe.schedule.dealing import Dealing, most_in_a_row, own_microbatches, require_dealing, widest_span
 from bapipe.schedule.inflight import interleaved_warm_up, stage_caps
 from bapipe.schedule.lane_builders import one_stage_lane, require_sizes
 from bapipe.schedule.replicas import replicated
@@ -26,6 +27,7 @@ from bapipe.schedule.zero_bubble import zb_h1, zb_h2, zero_bubble
 __all__ = [
     "SCHEDULES",
     "Generator",
+    "answered_caps",
     "capped",
     "data_parallel",
     "fbp_as",
@@ -70,11 +72,14 @@ def capped(
     *,
     name: str = "1f1b",
     replicas: Sequence[int] | None = None,
+    dealing: Sequence[Dealing] | None = None,
     sending: Sending = "after-compute",
 ) -> Schedule:
     """1F1B with at most caps[i] in-flight micro-batches at stage i.
 
-    With r replicas, micro-batch m of a stage runs whole on replica m mod r, and each holds at most ⌈K_i/r⌉.
+    Micro-batches run whole on one replica of a stage, dealt in turn or as `dealing` has it for each stage, and
+    each holds its share of K_i, ⌈K_i/r⌉ of r in turn. With `dealing` a stage has as many in flight as the replicas
+    behind it may ask for before they answer.
     """
     require_sizes(num_stages, num_microbatches)
     if len(caps) != num_stages:
@@ -86,12 +91,18 @@ def capped(
         raise BaPipeError(
             f"{num_stages} stages need {num_stages} replica counts of at least 1, got {list(counts)}"
         )
+    dealt = [()] * num_stages if dealing is None else [tuple(own) for own in dealing]
+    if len(dealt) != num_stages:
+        raise BaPipeError(f"{num_stages} stages need {num_stages} dealings, got {len(dealt)}; give one per stage")
+    for stage, taken in enumerate(dealt):
+        require_dealing(taken, counts[stage], num_microbatches, stage=stage)
+    caps = caps if dealing is None else answered_caps(caps, counts, dealt)
     placement, lanes, rank = [], [], 0
-    for stage, (cap, count) in enumerate(zip(caps, counts, strict=True)):
+    for stage, (cap, count, taken) in enumerate(zip(caps, counts, dealt, strict=True)):
         placement.append(tuple(range(rank, rank + count)))
         for replica in range(count):
-            own = np.arange(replica, num_microbatches, count, dtype=np.int64)
-            lanes.append(_one_f_one_b(rank, stage, -(-cap // count), own))
+            own = own_microbatches(taken, count, replica, num_microbatches)
+            lanes.append(_one_f_one_b(rank, stage, most_in_a_row(taken, count, replica, cap), own))
             rank += 1
     return Schedule(
         name=name,
@@ -99,9 +110,28 @@ def capped(
         num_microbatches=num_microbatches,
         placement=tuple(placement),
         lanes=tuple(lanes),
-        caps=tuple(-(-cap // count) * count for cap, count in zip(caps, counts, strict=True)),
+        caps=tuple(
+            cap if taken else -(-cap // count) * count
+            for cap, count, taken in zip(caps, counts, dealt, strict=True)
+        ),
         sending=sending,
+        dealing=tuple(dealt) if any(dealt) else None,
     )
+
+
+def answered_caps(caps: Sequence[int], counts: Sequence[int], dealt: Sequence[Dealing]) -> list[int]:
+    """The caps, none so small that a replica behind waits for a micro-batch that waits for its answer.
+
+    A replica that holds c answers its first once it has its c-th, which may lie far behind where it takes few.
+    """
+    found, span = list(caps), 0
+    for stage in range(len(found) - 1, -1, -1):
+        found[stage] = max(found[stage], span + 1)
+        count, taken = counts[stage], dealt[stage]
+        for replica in range(count):
+            held = most_in_a_row(taken, count, replica, found[stage])
+            span = max(span, widest_span(taken, count, replica, held))
+    return found
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -298,10 +328,15 @@ def make_schedule(
     *,
     caps: Sequence[int] | None = None,
     replicas: Sequence[int] | None = None,
+    dealing: Sequence[Dealing] | None = None,
     virtual: int = 2,
     slots: str = "table",
 ) -> Schedule:
-    """The schedule of that name. `caps` belong to 1f1b and zb; `virtual` to interleaved; `slots` to fbp-as."""
+    """The schedule of that name. `caps` belong to 1f1b and zb; `virtual` to interleaved; `slots` to fbp-as.
+
+    `dealing` says which replicas of each stage take which micro-batches; zero-bubble orders replicate whole
+    pipelines, so there it is the same for all stages.
+    """
     known = [*SCHEDULES, "1f1b", "zb"]
     if name not in known:
         raise BaPipeError(f"unknown schedule '{name[:60]}'{nearest(name, known)}; known: {', '.join(known)}")
@@ -323,18 +358,29 @@ def make_schedule(
             raise BaPipeError(f"{name} needs --in-flight, one K per stage, such as --in-flight 7,5,3,1")
         if name == "zb":
             held = tuple(caps)
-            return replicated(name, lambda count: zero_bubble(num_stages, count, held), num_microbatches, replicas)
-        return capped(num_stages, num_microbatches, caps, replicas=replicas)
+            whole = _of_whole_pipelines(name, dealing)
+            return replicated(
+                name, lambda count: zero_bubble(num_stages, count, held), num_microbatches, replicas, whole
+            )
+        return capped(num_stages, num_microbatches, caps, replicas=replicas, dealing=dealing)
     if name in ("zb-h1", "zb-h2"):
-        order = SCHEDULES[name]
-        return replicated(name, lambda count: order(num_stages, count), num_microbatches, replicas)
+        order, whole = SCHEDULES[name], _of_whole_pipelines(name, dealing)
+        return replicated(name, lambda count: order(num_stages, count), num_microbatches, replicas, whole)
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     if replicas is None or max(replicas) == 1:
         return schedule
     if name not in ("gpipe", "1f1b-sno", "1f1b-so"):
         _refuse_replicas(name, replicas)
     caps = stage_caps(name, replicas, num_microbatches)
-    return capped(num_stages, num_microbatches, caps, name=name, replicas=replicas)
+    return capped(num_stages, num_microbatches, caps, name=name, replicas=replicas, dealing=dealing)
+
+
+def _of_whole_pipelines(name: str, dealing: Sequence[Dealing] | None) -> Dealing:
+    if dealing is None:
+        return ()
+    if len(set(dealing)) > 1:
+        raise BaPipeError(f"{name} replicates whole pipelines; deal all stages alike, got {list(dealing)[:4]}")
+    return tuple(dealing[0])
 
 
 def _refuse_replicas(name: str, replicas: Sequence[int] | None) -> None:

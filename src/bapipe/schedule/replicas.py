@@ -14,15 +14,23 @@ import numpy as np
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Lane, Schedule
+from bapipe.schedule.dealing import (
+    Dealing,
+    Ints,
+    dealt_counts,
+    least_shared,
+    own_microbatches,
+    require_dealing,
+)
 
 __all__ = ["first_replica", "replicated", "replicated_pipelines"]
 
 
-def replicated_pipelines(pipelines: Sequence[Schedule]) -> Schedule:
-    """As many replicas of a pipeline, each on ranks of its own; micro-batches are dealt to them in turn.
+def replicated_pipelines(pipelines: Sequence[Schedule], dealing: Dealing = ()) -> Schedule:
+    """As many replicas of a pipeline, each on ranks of its own; micro-batches are dealt to them in turn, or so.
 
-    The first ones have a micro-batch more where these do not go round. What is on rank i of a pipeline is on the
-    ranks i·r to i·r + r − 1; a stage that has replicas of its own then has r times as many.
+    In turn, the first ones have a micro-batch more where these do not go round. What is on rank i of a pipeline is
+    on the ranks i·r to i·r + r − 1; a stage that has replicas of its own then has r times as many.
     """
     first, count = pipelines[0], len(pipelines)
     if first.num_ranks < first.num_stages:
@@ -30,19 +38,29 @@ def replicated_pipelines(pipelines: Sequence[Schedule]) -> Schedule:
             f"only pipelines of one stage per rank are replicated, and {first.name} has another shape"
         )
     total = sum(item.num_microbatches for item in pipelines)
-    dealt = [len(range(replica, total, count)) for replica in range(count)]
+    dealt = list(dealt_counts(dealing, count, total))
+    if dealing and first.num_ranks > first.num_stages:
+        raise BaPipeError(f"{first.name} has replicas of its own; deal its micro-batches in turn")
     if [item.num_microbatches for item in pipelines] != dealt or any(
         (item.name, item.placement) != (first.name, first.placement) for item in pipelines
     ):
-        raise BaPipeError("replicas of a pipeline are of one name and shape, with micro-batches dealt in turn")
-    lanes = [_dealt(lane, count, replica) for replica, item in enumerate(pipelines) for lane in item.lanes]
-    caps = [max(held) * count for held in zip(*(item.caps or () for item in pipelines), strict=True)]
+        how = "as the dealing has it" if dealing else "dealt in turn"
+        raise BaPipeError(f"replicas of a pipeline are of one name and shape, with micro-batches {how}")
+    own = [own_microbatches(dealing, count, replica, total) for replica in range(count)]
+    lanes = [
+        _dealt(lane, count, replica, own[replica]) for replica, item in enumerate(pipelines) for lane in item.lanes
+    ]
+    caps = [
+        least_shared(dealing, count, max(held))
+        for held in zip(*(item.caps or () for item in pipelines), strict=True)
+    ]
     return replace(
         first,
         num_microbatches=total,
         placement=_placed(first, count),
         lanes=tuple(sorted(lanes, key=lambda lane: lane.rank)),
         caps=tuple(caps) or None,
+        dealing=(dealing,) * first.num_stages if dealing else None,
     )
 
 
@@ -55,7 +73,10 @@ def first_replica(pipeline: Schedule, count: int) -> Schedule:
         pipeline,
         num_microbatches=count * pipeline.num_microbatches,
         placement=_placed(pipeline, count),
-        lanes=tuple(_dealt(lane, count, 0) for lane in pipeline.lanes),
+        lanes=tuple(
+            _dealt(lane, count, 0, own_microbatches((), count, 0, count * pipeline.num_microbatches))
+            for lane in pipeline.lanes
+        ),
         caps=None if pipeline.caps is None else tuple(cap * count for cap in pipeline.caps),
     )
 
@@ -67,14 +88,18 @@ def _placed(pipeline: Schedule, count: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _dealt(lane: Lane, count: int, replica: int) -> Lane:
+def _dealt(lane: Lane, count: int, replica: int, own: Ints) -> Lane:
     """A lane of one of so many replicas, on its rank and with its micro-batches."""
-    microbatches = np.where(lane.microbatches < 0, -1, lane.microbatches * count + replica)
+    microbatches = np.where(lane.microbatches < 0, -1, own[lane.microbatches])
     return Lane(lane.rank * count + replica, lane.kinds, lane.stages, microbatches, lane.name)
 
 
 def replicated(
-    name: str, order: Callable[[int], Schedule], num_microbatches: int, replicas: Sequence[int] | None
+    name: str,
+    order: Callable[[int], Schedule],
+    num_microbatches: int,
+    replicas: Sequence[int] | None,
+    dealing: Dealing = (),
 ) -> Schedule:
     """Zero-bubble orders of so many micro-batches, in replicas of the pipeline where there are any."""
     count = max(replicas or (1,))
@@ -86,4 +111,5 @@ def replicated(
         raise BaPipeError(
             f"{count} replicas need as many micro-batches, got {num_microbatches}; raise --micro-batches"
         )
-    return replicated_pipelines([order(len(range(replica, num_microbatches, count))) for replica in range(count)])
+    require_dealing(dealing, count, num_microbatches, stage=0)
+    return replicated_pipelines([order(own) for own in dealt_counts(dealing, count, num_microbatches)], dealing)

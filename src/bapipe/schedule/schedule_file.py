@@ -12,8 +12,9 @@ from typing import Literal
 import numpy as np
 
 from bapipe.errors import FileFormatError, ScheduleError
-from bapipe.io.files import dump_json, read_text, read_versioned, write_text
+from bapipe.io.files import dump_json, read_text, read_versioned, unless_default, write_text
 from bapipe.schedule.actions import Action, Concurrency, Kind, Lane, Schedule, Sending
+from bapipe.schedule.dealing import require_dealing
 from bapipe.schedule.replicas import first_replica
 
 __all__ = [
@@ -57,6 +58,9 @@ class ScheduleFile:
     copies: int = 1
     """replicas of the pipeline whose lanes are listed: a lane stands for so many, of which the k-th, from 0, has
     its rank and its micro-batches plus k; placement, caps and microbatches are those of all"""
+    dealing: tuple[tuple[int, ...], ...] | None = unless_default(None)
+    """for each stage, which of its replicas take which micro-batches, over and over; empty: in turn; not written
+    where all stages deal in turn"""
     lanes: tuple[LaneFile, ...]
 
     @classmethod
@@ -74,6 +78,7 @@ class ScheduleFile:
             concurrency=schedule.concurrency,
             weight_versions=schedule.weight_versions,
             flushes=schedule.flushes,
+            dealing=schedule.dealing,
             lanes=tuple(
                 LaneFile(rank=lane.rank, name=lane.name, actions=tuple(str(action) for action in lane))
                 for lane in schedule.lanes
@@ -110,6 +115,7 @@ class ScheduleFile:
             raise ScheduleError(f"at most {_MOST_STAGES} ranks are possible, got {len(ranks)}; correct placement")
         if min(ranks) < 0 or ranks != set(range(len(ranks))):
             raise ScheduleError(f"ranks must be 0 to {len(ranks) - 1} without a gap, got {sorted(ranks)[:8]}")
+        self._require_dealing()
         lanes, more = [], self.copies - 1
         for lane in self.lanes:
             if lane.rank not in ranks or lane.rank + more not in ranks:
@@ -133,7 +139,19 @@ class ScheduleFile:
             concurrency=self.concurrency,
             weight_versions=self.weight_versions,
             flushes=self.flushes,
+            dealing=self.dealing,
         )
+
+    def _require_dealing(self) -> None:
+        if self.dealing is None:
+            return
+        if len(self.dealing) != self.stages or self.copies > 1:
+            raise ScheduleError(
+                f"dealing must list the replicas of each of {self.stages} stages of one pipeline, got "
+                f"{len(self.dealing)} lists and {self.copies} copies; correct it"
+            )
+        for stage, own in enumerate(self.dealing):
+            require_dealing(own, len(self.placement[stage]), self.microbatches, stage=stage)
 
 
 def _of_copies(schedule: Schedule, copies: int) -> ScheduleFile:

@@ -178,18 +178,23 @@ def _missing(stage: int, microbatch: int, seen: dict[tuple[int, Kind, int], int]
 
 
 def _check_caps(schedule: Schedule) -> list[ScheduleProblem]:
-    """No replica holds more than ⌈K_i/r⌉ micro-batches of a stage. On several lanes the simulator enforces it."""
+    """No replica holds more micro-batches than its share of its stage's K. On several lanes the simulator enforces
+    it."""
     if schedule.caps is None or schedule.concurrency != "none":
         return []
     problems = []
     for index, lane in enumerate(schedule.lanes):
         split = bool((lane.kinds == Kind.W).any())
         inflight: dict[int, int] = defaultdict(int)
+        caps = {
+            stage: schedule.replica_cap(stage, schedule.placement[stage].index(lane.rank))
+            for stage in schedule.stages_of(lane.rank)
+        }
         for position, action in enumerate(lane):
             if action.kind == Kind.F:
                 inflight[action.stage] += 1
-                cap = -(-schedule.caps[action.stage] // len(schedule.placement[action.stage]))
-                if inflight[action.stage] > cap:
+                cap = caps[action.stage]
+                if cap is not None and inflight[action.stage] > cap:
                     message = (
                         f"rank {lane.rank}: {action} makes {inflight[action.stage]} in-flight micro-batches at "
                         f"stage {action.stage}, over its cap of {cap}; run a backward first or raise the cap"

@@ -13,22 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.errors import BaPipeError
-from bapipe.schedule.actions import Kind, Schedule
+from bapipe.schedule.actions import Schedule
 from bapipe.simulator.lowering import Lowered, Network, lower
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import Costs, cost_places, seconds_by_place, simulate
 
 __all__ = ["ManyCosts", "many_times", "scenario_times"]
 
 Floats = NDArray[np.float64]
-_KINDS = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input_gradient",
-    Kind.W: "weight_gradient",
-    Kind.R: "recompute",
-    Kind.A: "all_reduce",
-    Kind.U: "update",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +27,7 @@ class ManyCosts:
     """What actions and transfers take in each of many cases of one schedule."""
 
     seconds: Mapping[int, Floats]
-    """by kind of action, [stage, case]"""
+    """by kind of action, [stage, case]; [rank, case] with `by_rank`"""
     send_forward: Floats
     """[boundary, case] what crosses from stage i to i+1"""
     send_backward: Floats
@@ -44,6 +35,8 @@ class ManyCosts:
     """[from rank, to rank, case] seconds per unit of what crosses"""
     latency: Floats
     """[from rank, to rank, case] seconds"""
+    by_rank: bool = False
+    """whether replicas of a stage are not alike; of one stage per rank"""
 
 
 def many_times(schedule: Schedule, network: Network, costs: ManyCosts) -> Floats | None:
@@ -62,7 +55,8 @@ def many_times(schedule: Schedule, network: Network, costs: ManyCosts) -> Floats
         occupy.append(amounts[channel.boundary] * costs.rate[ends])
         latency.append(costs.latency[ends])
     cut_through = (network.sending or schedule.sending) == "cut-through"
-    return _together(lowered, costs.seconds, occupy, latency, cut_through=cut_through)
+    places = lowered.ranks if costs.by_rank else lowered.stages
+    return _together(lowered, costs.seconds, places.tolist(), occupy, latency, cut_through=cut_through)
 
 
 def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequence[Network]) -> Floats:
@@ -80,10 +74,11 @@ def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequenc
         lowered = lower(schedule, first)
         if not lowered.graph.contended:
             cut_through = (first.sending or schedule.sending) == "cut-through"
-            duration = {
-                int(kind): np.array([getattr(own, name) for own in costs]).T for kind, name in _KINDS.items()
-            }
-            return _together(lowered, duration, *_channels(lowered, costs, networks), cut_through=cut_through)
+            seconds = [seconds_by_place(own) for own in costs]
+            duration = {kind: np.array([own[kind] for own in seconds]).T for kind in seconds[0]}
+            places = cost_places(schedule, costs[0], lowered).tolist()
+            channels = _channels(lowered, costs, networks)
+            return _together(lowered, duration, places, *channels, cut_through=cut_through)
     both = zip(costs, networks, strict=True)
     return np.array([simulate(schedule, own, network).time for own, network in both])
 
@@ -91,6 +86,7 @@ def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequenc
 def _together(
     lowered: Lowered,
     duration: Mapping[int, Floats],
+    places: Sequence[int],
     occupy: Sequence[Floats],
     latency: Sequence[Floats],
     *,
@@ -98,7 +94,8 @@ def _together(
 ) -> Floats:
     """All scenarios, task by task: each lane runs as far as its inputs are there.
 
-    `duration` is by kind of action, [stage, scenario]; `occupy` and `latency` are by channel.
+    `duration` is by kind of action, [place, scenario], and `places` has each task's place there; `occupy` and
+    `latency` are by channel.
     """
     graph = lowered.graph
     lane_start, lane_of, send_to, channel, channel_link, edge_start, edge_to = (
@@ -113,7 +110,7 @@ def _together(
             graph.edge_to,
         )
     )
-    kinds, stages = lowered.kinds.tolist(), lowered.stages.tolist()
+    kinds = lowered.kinds.tolist()
     missing = np.zeros(len(kinds) + 1, np.int64)
     missing[graph.send_to] = 1  # the -1 of a task that sends nothing falls on the extra last entry
     waiting = (missing + np.bincount(graph.edge_to, minlength=len(kinds) + 1)).tolist()
@@ -137,7 +134,7 @@ def _together(
         while task < stop and not waiting[task]:
             known = ready[task]
             begin = now if known is None else np.maximum(now, known)
-            now = begin + duration[kinds[task]][stages[task]]
+            now = begin + duration[kinds[task]][places[task]]
             ready[task] = None
             target = send_to[task]
             if target >= 0:

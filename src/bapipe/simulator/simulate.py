@@ -16,9 +16,31 @@ from bapipe.simulator.engine import Engine, TaskTimes, time_tasks
 from bapipe.simulator.lowering import EXCHANGE, Lowered, Network, lower
 from bapipe.simulator.timeline import Timeline, Transfers
 
-__all__ = ["Costs", "simulate", "steady_period"]
+__all__ = ["Costs", "ReplicaCosts", "cost_places", "seconds_by_place", "simulate", "steady_period"]
 
 Floats = NDArray[np.float64]
+
+
+_BY_KIND = (
+    (Kind.F, "forward"),
+    (Kind.B, "backward"),
+    (Kind.I, "input_gradient"),
+    (Kind.W, "weight_gradient"),
+    (Kind.R, "recompute"),
+    (Kind.U, "update"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCosts:
+    """Seconds of one replica of a stage, where they are not alike; the fields mean what they mean in `Costs`."""
+
+    forward: float
+    backward: float
+    input_gradient: float
+    weight_gradient: float
+    recompute: float
+    update: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +59,9 @@ class Costs:
     all_reduce: tuple[float, ...]
     """seconds per global batch, one per stage"""
     update: tuple[float, ...]
+    replicas: tuple[tuple[ReplicaCosts, ...], ...] | None = None
+    """for each stage what each of its replicas takes, in place of the above; empty where they are alike, None
+    where all are"""
 
     @classmethod
     def of(
@@ -171,18 +196,11 @@ def simulate(
 
 def _durations(schedule: Schedule, costs: Costs, lowered: Lowered) -> tuple[Floats, Floats]:
     """Per task: the work it does, and the time it holds its lane."""
-    table = np.zeros((EXCHANGE + 1, schedule.num_stages))
-    for kind, values in (
-        (Kind.F, costs.forward),
-        (Kind.B, costs.backward),
-        (Kind.I, costs.input_gradient),
-        (Kind.W, costs.weight_gradient),
-        (Kind.R, costs.recompute),
-        (Kind.A, costs.all_reduce),
-        (Kind.U, costs.update),
-    ):
-        table[int(kind)] = values
-    work: Floats = table[lowered.kinds, lowered.stages]
+    seconds = seconds_by_place(costs)
+    table = np.zeros((EXCHANGE + 1, len(seconds[int(Kind.F)])))
+    for kind, values in seconds.items():
+        table[kind] = values
+    work: Floats = table[lowered.kinds, cost_places(schedule, costs, lowered)]
     if lowered.first_message is not None:
         work[lowered.first_message :] = _channel_seconds(costs, lowered) + _channel_latency(lowered)
     if schedule.concurrency != "static":
@@ -191,6 +209,28 @@ def _durations(schedule: Schedule, costs: Costs, lowered: Lowered) -> tuple[Floa
     whole = np.array(costs.forward) + np.array(costs.backward)
     both = (lowered.kinds == Kind.F) | (lowered.kinds == Kind.B)
     return work, np.where(both, whole[lowered.stages], work)
+
+
+def cost_places(schedule: Schedule, costs: Costs, lowered: Lowered) -> NDArray[np.int64]:
+    """For each task, where `seconds_by_place` has what it takes: its stage, or behind all stages its replica."""
+    if costs.replicas is None:
+        return lowered.stages
+    places, place = lowered.stages.copy(), schedule.num_stages
+    for stage, own in enumerate(costs.replicas):
+        for rank in schedule.placement[stage][: len(own)]:
+            places[(lowered.stages == stage) & (lowered.ranks == rank)] = place
+            place += 1
+    return places
+
+
+def seconds_by_place(costs: Costs) -> dict[int, list[float]]:
+    """By kind of action, seconds of every stage, and behind them of every replica of stages whose are unlike."""
+    single = [(stage, item) for stage, own in enumerate(costs.replicas or ()) for item in own]
+    found = {
+        int(kind): [*getattr(costs, name), *(getattr(item, name) for _, item in single)] for kind, name in _BY_KIND
+    }
+    found[int(Kind.A)] = [*costs.all_reduce, *(costs.all_reduce[stage] for stage, _ in single)]
+    return found
 
 
 def _channel_seconds(costs: Costs, lowered: Lowered) -> Floats:

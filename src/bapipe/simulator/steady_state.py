@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapipe.schedule.actions import Kind, Schedule
+from bapipe.schedule.dealing import round_length
 from bapipe.simulator.timeline import Timeline
 
 __all__ = ["SteadyState", "lag_of", "microbatches_needed", "steady_state"]
@@ -48,7 +49,9 @@ def lag_of(schedule: Schedule) -> int:
 
 def _round(schedule: Schedule) -> int:
     """Micro-batches after which every stage's replicas have had their turn."""
-    return math.lcm(*(len(ranks) for ranks in schedule.placement))
+    return math.lcm(
+        *(round_length(schedule.dealing_of(stage), len(ranks)) for stage, ranks in enumerate(schedule.placement))
+    )
 
 
 def microbatches_needed(schedule: Schedule) -> int:

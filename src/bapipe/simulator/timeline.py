@@ -162,6 +162,11 @@ class Timeline:
         """Most in-flight micro-batches at each stage, all replicas together (F start to B or W end)."""
         return [int(peak) for peak in self._peaks(np.ones(self.num_stages))]
 
+    def peak_in_flight_by_rank(self) -> list[int]:
+        """Most in-flight micro-batches on each rank, of all its stages."""
+        each = [1.0] * self.num_stages
+        return [int(peak) for peak in self.peak_bytes_by_rank(each, each, each)]
+
     def peak_activations(self) -> list[float]:
         """Most saved activations on each rank, in micro-batches of the rank's whole share of the model."""
         shares = np.zeros(self.num_ranks)

@@ -7,6 +7,7 @@ import itertools
 
 from bapipe.errors import BaPipeError
 from bapipe.planner.cut_search import CutSearch
+from bapipe.planner.dealing_moves import improve_dealing
 from bapipe.planner.effort import effort_of
 from bapipe.planner.evaluate import Evaluation, StageChoice
 from bapipe.planner.order_space import order_spaces
@@ -44,6 +45,8 @@ def search_cuts(state: SearchState) -> None:
         for start in _starts(state):
             climb(state, search, start)
     search.sweep(shapes)
+    if request.dealing == "speed":
+        improve_dealing(state, search)
     _interleave_on_fewer(state, search)
     if search.best is None:
         _fit(state, search)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bapipe.errors import BaPipeError
-from bapipe.planner.data_parallel import at_global_batch, data_parallel_candidate
+from bapipe.planner.data_parallel import at_global_batch, data_parallel_candidate, dealt_data_parallel
 from bapipe.planner.evaluate import Candidate
 from bapipe.planner.intra_layer_cuts import splits_everywhere
 from bapipe.planner.passes.family_passes import FAMILY_PASSES, FamilyScope, SharedPartitions, reuse_cuts
@@ -37,6 +37,10 @@ def try_data_parallelism(state: SearchState, scope: SizeScope) -> None:
     if whole is not None:
         plain = whole.schedule.num_microbatches == len(state.cluster)
         state.consider("data-parallel" if plain else "data-parallel, accumulated", whole)
+    if request.dealing == "speed" and request.strategy == "exact":
+        dealt = dealt_data_parallel(chain, state.hardware, state.global_batch)
+        if dealt is not None:
+            state.consider("data-parallel, dealt by speed", dealt)
 
 
 def try_pipelines(state: SearchState, scope: SizeScope) -> None:

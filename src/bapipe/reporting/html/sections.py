@@ -161,6 +161,20 @@ def _balance(subject: Subject, chart: Chart) -> str:
                 seconds(exposed[rank]),
             ]
         )
+        for name, own in zip(stage.accelerators, stage.replicas or (), strict=False):
+            rank = rank_of[name]
+            rows.append(
+                [
+                    str(number),
+                    safe(name),
+                    f"{own.microbatches} of {plan.microbatches} micro-batches",
+                    seconds(own.forward),
+                    seconds(own.backward),
+                    figure(own.in_flight, f"{own.in_flight:g}"),
+                    share(busy[rank] / time if time > 0 else 0.0),
+                    seconds(exposed[rank]),
+                ]
+            )
     headers = ["stage", "on", "layers", "forward", "backward", "in flight", "busy", "waits"]
     words = (
         f"Stage {slowest} is the slowest; the stages' mean is {balance.mean_over_slowest:.1%} of it, "

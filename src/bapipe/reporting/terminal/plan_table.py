@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.planner.partition.paper.step_record import Step
-from bapipe.records.plan import Alternative, Plan, PlanStage, Prediction
+from bapipe.records.plan import Alternative, Plan, PlanReplica, PlanStage, Prediction
 from bapipe.units import format_bytes, format_seconds, format_seconds_range, format_throughput
 
 __all__ = ["answer", "render_alternatives", "render_plan", "render_steps", "shape", "stage_layers"]
@@ -116,13 +116,13 @@ class _StageTable:
         self._stages = plan.stages
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        places = [_place(stage) for stage in self._stages]
-        layers = [stage_layers(stage) + (" (recomputes)" if stage.recompute else "") for stage in self._stages]
-        place, layer = (max(map(cell_len, column)) for column in (places, layers))
+        stages = range(len(self._stages))
         # Wide, then with less space between columns, then without the bars.
         for gap, bars in ((3, True), (2, True), (2, False)):
             heads = ("#", "F + B", "in flight" if gap == 3 else "flight", "memory", "sends")
-            figures = [self._figures(number, bars=bars) for number in range(len(self._stages))]
+            rows = [row for number in stages for row in self._rows(number, bars=bars)]
+            place, layer = (max(cell_len(row[column]) for row in rows) for column in (1, 2))
+            figures = ((number, *rest) for number, _, _, *rest in rows)
             fixed = sum(max(map(cell_len, column)) for column in zip(heads, *figures, strict=True))
             room = options.max_width - fixed - 6 * gap - 2
             if room >= min(place, _PLACE) + min(layer, _LAYERS):
@@ -135,26 +135,49 @@ class _StageTable:
         table.add_column("layers", overflow="fold", width=layer)
         for head in ("F + B", "in flight" if gap == 3 else "in\nflight", "memory", "sends"):
             table.add_column(head, justify="left" if head == "memory" else "right", no_wrap=True)
-        for where, what, (number, *rest) in zip(places, layers, figures, strict=True):
-            table.add_row(number, where, what, *rest)
+        for row in rows:
+            table.add_row(*row)
         yield table
 
-    def _figures(self, number: int, *, bars: bool) -> tuple[str, ...]:
-        stage = self._stages[number]
-        share = stage.memory_bytes / stage.memory_capacity if stage.memory_capacity else 1.0
-        memory = format_bytes(stage.memory_bytes)
-        return (
-            str(number),
-            _both(stage.forward, stage.backward),
-            f"{stage.in_flight:g}",
-            f"{_bar(share)} {memory}" if bars else memory,
-            format_bytes(stage.send_forward_bytes) if number + 1 < len(self._stages) else "–",
-        )
+    def _rows(self, number: int, *, bars: bool) -> list[tuple[str, ...]]:
+        """The stage's own, and where its replicas are not alike one for those that are."""
+        stage, groups = self._stages[number], _alike_replicas(self._stages[number])
+        layers = stage_layers(stage) + (" (recomputes)" if stage.recompute else "")
+        sends = format_bytes(stage.send_forward_bytes) if number + 1 < len(self._stages) else "–"
+        load = ("", "", "") if groups else _load(stage, bars=bars)
+        rows: list[tuple[str, ...]] = [(str(number), _place(stage.accelerators), layers, *load, sends)]
+        for names, own in groups:
+            taken = f"{own.microbatches} micro-batch{'es' if own.microbatches > 1 else ''}"
+            each = " each" if len(names) > 1 else ""
+            rows.append(("", _place(names), taken + each, *_load(own, bars=bars), ""))
+        return rows
 
 
-def _place(stage: PlanStage) -> str:
-    count = len(stage.accelerators)
-    return stage.accelerators[0] if count == 1 else f"{stage.accelerators[0]} … ×{count}"
+def _load(own: PlanStage | PlanReplica, *, bars: bool) -> tuple[str, str, str]:
+    """Times, in-flight micro-batches and memory of a stage, or of one replica."""
+    share = own.memory_bytes / own.memory_capacity if own.memory_capacity else 1.0
+    memory = format_bytes(own.memory_bytes)
+    return (
+        _both(own.forward, own.backward),
+        f"{own.in_flight:g}",
+        f"{_bar(share)} {memory}" if bars else memory,
+    )
+
+
+def _alike_replicas(stage: PlanStage) -> list[tuple[list[str], PlanReplica]]:
+    """Accelerators whose figures are the same, and those; none where all replicas are alike."""
+    groups: list[tuple[list[str], PlanReplica]] = []
+    for name, own in zip(stage.accelerators, stage.replicas or (), strict=stage.replicas is not None):
+        known = next((names for names, other in groups if other == own), None)
+        if known is None:
+            groups.append(([name], own))
+        else:
+            known.append(name)
+    return groups
+
+
+def _place(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … ×{len(names)}"
 
 
 def render_alternatives(plan: Plan, most: int = 8) -> Table:

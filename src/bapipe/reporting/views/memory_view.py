@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,7 @@ def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
         own = tuple(number for number, stage in enumerate(plan.stages) if name in stage.accelerators)
         fullest = max((plan.stages[number] for number in own), key=lambda stage: stage.memory_bytes)
         parts = fullest.memory_parts or _inferred(plan, own)
+        peak = fullest.on(name).memory_bytes
         times, activations = series[rank]
         if fullest.memory_parts is None or not all(known[number] for number in own):
             times, activations = in_flight[rank]
@@ -85,9 +86,10 @@ def memory_view(plan: Plan, timeline: Timeline) -> MemoryView:
                 rank=rank,
                 accelerator=name,
                 stages=own,
-                capacity=min(plan.stages[number].memory_capacity for number in own),
-                peak=fullest.memory_bytes,
-                parts=parts,
+                capacity=min(plan.stages[number].on(name).memory_capacity for number in own),
+                peak=peak,
+                # Replicas differ by how many micro-batches are in flight.
+                parts=replace(parts, activations=max(0.0, parts.activations + peak - fullest.memory_bytes)),
                 times=times,
                 activations=activations,
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -101,16 +100,18 @@ def _channels(
     numbers: dict[Hashable, int] = {}
     channel = np.full(tasks + 1, -1, dtype=np.int64)
     for boundary in range(schedule.num_stages - 1):
-        before, after = schedule.placement[boundary : boundary + 2]
         # Micro-batches that far apart go between the same two replicas.
-        turns = math.lcm(len(before), len(after))
-        for onward, senders, receivers in ((True, before, after), (False, after, before)):
+        meetings = schedule.meetings(boundary)
+        for onward in (True, False):
             made = forward[boundary] if onward else backward[boundary + 1]
-            for turn in range(min(turns, schedule.num_microbatches)):
-                ends = senders[turn % len(senders)], receivers[turn % len(receivers)]
-                if ends[0] == ends[1]:
+            known: dict[tuple[int, int], int] = {}
+            for turn, (before, after) in enumerate(meetings):
+                ends = (before, after) if onward else (after, before)
+                if before == after:
                     continue
-                channel[made[turn::turns]] = len(channels)
+                channel[made[turn :: len(meetings)]] = known.setdefault(ends, len(channels))
+                if known[ends] < len(channels):
+                    continue
                 route = network.route(*ends)
                 links.append(numbers.setdefault(network.link(*ends), len(numbers)))
                 channels.append(

@@ -80,13 +80,13 @@ def planned_seconds(plan: Plan) -> tuple[float, ...] | None:
     """Seconds that each rank computes in a step by the plan; None where the plan predicts nothing."""
     if plan.prediction.source == "none":
         return None
-    schedule = plan.schedule.to_schedule()
+    schedule, names = plan.schedule.to_schedule(), plan.ranks
     total = [0.0] * schedule.num_ranks
     for lane in schedule.lanes:
         for action in lane:
             if action.microbatch is None:
                 continue
-            stage = plan.stages[action.stage]
+            stage = plan.stages[action.stage].on(names[lane.rank])
             total[lane.rank] += {
                 Kind.F: stage.forward,
                 Kind.R: stage.forward,

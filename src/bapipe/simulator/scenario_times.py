@@ -40,6 +40,8 @@ class ManyCosts:
     send_forward: Floats
     """[boundary, case] what crosses from stage i to i+1"""
     send_backward: Floats
+    answered: NDArray[np.bool_]
+    """[boundary, case] whether a gradient comes back; where none does, nothing waits for it"""
     rate: Floats
     """[from rank, to rank, case] seconds per unit of what crosses"""
     latency: Floats
@@ -55,14 +57,16 @@ def many_times(schedule: Schedule, network: Network, costs: ManyCosts) -> Floats
     lowered = lower(schedule, network)
     if lowered.graph.contended:
         return None
-    occupy, latency = [], []
+    occupy, latency, arrives = [], [], []
     for channel in lowered.channels:
         amounts = costs.send_forward if channel.onward else costs.send_backward
         ends = channel.from_rank, channel.to_rank
         occupy.append(amounts[channel.boundary] * costs.rate[ends])
         latency.append(costs.latency[ends])
+        here = costs.answered[channel.boundary]
+        arrives.append(None if channel.onward or here.all() else here)
     cut_through = (network.sending or schedule.sending) == "cut-through"
-    return _together(lowered, costs.seconds, occupy, latency, cut_through=cut_through)
+    return _together(lowered, costs.seconds, occupy, latency, arrives, cut_through=cut_through)
 
 
 def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequence[Network]) -> Floats:
@@ -77,13 +81,15 @@ def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequenc
     first = networks[0]
     plain = schedule.flushes and schedule.concurrency == "none"
     if plain and first.sending != "blocking" and not first.latency_only:
-        lowered = lower(schedule, first)
+        lowered = lower(schedule, first, costs[0].unanswered)
         if not lowered.graph.contended:
             cut_through = (first.sending or schedule.sending) == "cut-through"
             duration = {
                 int(kind): np.array([getattr(own, name) for own in costs]).T for kind, name in _KINDS.items()
             }
-            return _together(lowered, duration, *_channels(lowered, costs, networks), cut_through=cut_through)
+            links = _channels(lowered, costs, networks)
+            everything = [None] * len(lowered.channels)
+            return _together(lowered, duration, *links, everything, cut_through=cut_through)
     both = zip(costs, networks, strict=True)
     return np.array([simulate(schedule, own, network).time for own, network in both])
 
@@ -93,12 +99,14 @@ def _together(
     duration: Mapping[int, Floats],
     occupy: Sequence[Floats],
     latency: Sequence[Floats],
+    arrives: Sequence[NDArray[np.bool_] | None],
     *,
     cut_through: bool,
 ) -> Floats:
     """All scenarios, task by task: each lane runs as far as its inputs are there.
 
-    `duration` is by kind of action, [stage, scenario]; `occupy` and `latency` are by channel.
+    `duration` is by kind of action, [stage, scenario]; `occupy` and `latency` are by channel, and so is `arrives`:
+    the scenarios in which anything is sent over it, None: all.
     """
     graph = lowered.graph
     lane_start, lane_of, send_to, channel, channel_link, edge_start, edge_to = (
@@ -147,6 +155,8 @@ def _together(
                     claim = np.maximum(free[link], begin if cut_through else now)
                     free[link] = claim + occupy[over]
                     when = np.maximum(now, free[link] + latency[over])
+                    if arrives[over] is not None:
+                        when = np.where(arrives[over], when, start)
                 arrive(target, when, lane)
             for target in edge_to[edge_start[task] : edge_start[task + 1]]:
                 arrive(target, now, lane)

@@ -40,7 +40,8 @@ def counted(schedule: Schedule, timeline: Timeline, needed: list[StageBytes], ag
         here = [index for index in range(len(timeline.kinds)) if timeline.ranks[index] == rank]
         own = sorted((i for i in here if timeline.kinds[i] in COMPUTE), key=lambda index: timeline.start[index])
         stages = schedule.stages_of(rank)
-        held = sum(needed[stage].weights * (1 + versions[stage]) for stage in stages)
+        frozen = sum(needed[stage].weights - needed[stage].trained for stage in stages)
+        held = frozen + sum(needed[stage].trained * (1 + versions[stage]) for stage in stages)
         targets: set[tuple[int, int, bool]] = set()
         for stage in stages:
             for microbatch in range(schedule.num_microbatches):
@@ -85,7 +86,7 @@ def counted(schedule: Schedule, timeline: Timeline, needed: list[StageBytes], ag
                 besides = item.first_backward_workspace if anew else item.backward_workspace
             if makes:
                 made.add(stage)
-            absent = sum(needed[other].weights for other in stages if other not in made)
+            absent = sum(needed[other].trained for other in stages if other not in made)
             casts = sum(needed[other].casts for other in stages)
             most = max(most, casts + activations + besides + waiting - absent)
             if kind == Kind.B:
@@ -111,6 +112,7 @@ def test_memory_is_followed_from_action_to_action(schedule: Schedule, data: st.D
     needed = [
         replace(
             item,
+            trained=min(item.trained, item.weights),
             kept=min(item.kept, item.saved_activations),
             received=needed[stage - 1].sent if stage else 0.0,
             returned=needed[stage + 1].answered if stage + 1 < count else 0.0,
@@ -144,7 +146,7 @@ def test_the_parts_of_a_peak_are_those_of_its_moment() -> None:
     """One stage of 10 bytes of weights, which is fullest in the second forward, a backward or the update."""
     schedule = with_update(gpipe(1, 2))
     timeline = simulate(schedule, Costs.of(1, forward=[1.0], backward=[1.0]))
-    held = replace(NONE, weights=10.0, saved_activations=30.0)
+    held = replace(NONE, weights=10.0, trained=10.0, saved_activations=30.0)
 
     def peak(*, update_copies: int = 3, **needed: float) -> PeakBytes:
         stages = [replace(held, **needed)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bapipe.costs.profile import CostTable, Profile, ProfiledLayer
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
@@ -54,6 +55,29 @@ def made_profile(
             for name, times in work.items()
         },
     )
+
+
+def frozen(profile: Profile, trained: Sequence[float]) -> Profile:
+    """The same where so many bytes of each layer's weights are trained: what a layer sends has a gradient from the
+    first trained layer on; a backward is twice the forward, half of that where all is frozen, nothing before."""
+    first = next(index for index, size in enumerate(trained) if size)
+    shares = [0.0 if index < first else 1.0 if size else 0.5 for index, size in enumerate(trained)]
+
+    def rows(table: CostTable, name: str, factors: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(map(float.__mul__, row, factors)) for row in getattr(table, name))
+
+    tables = {
+        name: replace(
+            table,
+            trainable_bytes=tuple(map(float, trained)),
+            backward=rows(table, "backward", shares),
+            boundary_backward=rows(table, "boundary_backward", [float(share > 0) for share in shares]),
+            saved_activations=rows(table, "saved_activations", [float(share > 0) for share in shares]),
+            weight_gradient=rows(table, "backward", [0.5 if size else 0.0 for size in trained]),
+        )
+        for name, table in profile.accelerators.items()
+    }
+    return replace(profile, accelerators=tables)
 
 
 def made_cluster(

@@ -151,6 +151,10 @@ class CostTable:
     this layer has none of them"""
     kept_input: Rows | None = field(default=None, metadata=_cost("bytes", "most", "whole", inf, "nearest"))
     """bytes of what the layer receives that its own backward keeps"""
+    trainable_bytes: tuple[float, ...] | None = field(
+        default=None, metadata=_cost("bytes", "most", "share", inf, "later", per="layer")
+    )
+    """of its weights, bytes of the parameters that have a gradient; None: of all"""
     not_fitting: tuple[int, ...] = ()
     """sizes that ran out of memory when measured"""
     step_overhead: float | None = None
@@ -187,6 +191,7 @@ class CostArrays:
     passing_backward: Floats
     saved_before: Floats
     kept_input: Floats
+    trainable_bytes: Floats
 
 
 def as_tuples(values: Floats) -> tuple[Any, ...]:

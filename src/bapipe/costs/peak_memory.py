@@ -69,8 +69,8 @@ def rank_peaks(
     update_copies: float,
     phases_known: bool,
 ) -> list[PeakBytes]:
-    """The peak of each rank; `copies` of the weights are weights, gradients and optimizer state, and
-    `update_copies` those and the workspace of an optimizer step."""
+    """The peak of each rank; `copies` of what is trained are weights, gradients and optimizer state, and
+    `update_copies` those and the workspace of an optimizer step. Frozen weights are there once."""
     versions = schedule.weight_versions or (1,) * len(needed)
     sending, receiving = _messages(schedule, needed)
     parts = (
@@ -86,17 +86,17 @@ def rank_peaks(
     peaks = []
     for rank, own in enumerate(orders):
         stages = schedule.stages_of(rank)
-        weights, sent = (
-            sum(values) for values in zip(*((needed[s].weights, sending[s]) for s in stages), strict=True)
+        trained, sent = (
+            sum(values) for values in zip(*((needed[s].trained, sending[s]) for s in stages), strict=True)
         )
         casts = sum(needed[stage].casts for stage in stages)
         most = PeakBytes(
-            weights=sum(needed[stage].weights * versions[stage] for stage in stages),
-            gradients=weights,
-            optimizer=(copies - 2) * weights,
+            weights=sum(needed[stage].static(versions[stage]) for stage in stages),
+            gradients=trained,
+            optimizer=(copies - 2) * trained,
             activations=0.0,
             buffers=sent,
-            workspace=(update_copies - copies) * weights,
+            workspace=(update_copies - copies) * trained,
         )
         if follow[rank]:
             waiting = _waiting(timeline, rank, own, consumers, needed)
@@ -105,7 +105,7 @@ def rank_peaks(
             inflight, workspace, gradients = held[:, at].tolist()
             if inflight + workspace + gradients + float(waiting[at]) + casts > most.workspace:
                 # A first backward that needs less than the gradients it has yet to make.
-                gradients += weights + min(0.0, workspace)
+                gradients += trained + min(0.0, workspace)
                 most = replace(
                     most,
                     weights=most.weights + casts,
@@ -181,7 +181,7 @@ def _followed(
     for stage in set(stages.tolist()):
         makers, item = np.flatnonzero(makes & (stages == stage)), needed[stage]
         if len(makers):
-            missing[: makers[0]] -= item.weights
+            missing[: makers[0]] -= item.trained
             first = makers if always else makers[:1]
             anew = (item.first_backward_workspace, item.first_weight_workspace)
             workspace[first] = np.where(kinds[first] == Kind.B, *anew)

@@ -41,6 +41,8 @@ def planned_optimizer(profile: Profile, types: Iterable[str], wanted: str | None
     known = [table for table in tables if table.optimizer == name and table.optimizer_state is not None]
     parameters = sum(layer.parameters for layer in profile.layers)
     each = sum(layer.weight_bytes for layer in profile.layers) / max(1, parameters)
+    if any(table.trainable_bytes is not None for table in known):
+        each = float(find_precision(profile.dtype).weight_bytes)  # frozen ones may be of another size
     if len(known) < len(tables) or not parameters:
         return PlannedOptimizer(name=name, memory=find_optimizer(name, size))
     memory = OptimizerMemory(

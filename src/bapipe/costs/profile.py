@@ -111,6 +111,13 @@ class Profile:
         """Per layer; a shared weight counts where it stands first."""
         return np.array([0.0 if layer.shares_weights_with else layer.weight_bytes for layer in self.layers])
 
+    @property
+    def gradient_bytes(self) -> Floats:
+        """Per layer, what of `weight_bytes` is trained on any accelerator type."""
+        known = [table.trainable_bytes for table in self.accelerators.values()]
+        rows = [row for row in known if row is not None]
+        return np.max(rows, axis=0) if len(rows) == len(known) > 0 else self.weight_bytes
+
     def table(self, accelerator: str) -> CostTable:
         """The costs on that accelerator type."""
         if accelerator not in self.accelerators:
@@ -185,6 +192,15 @@ def _require_consistent(profile: Profile) -> None:
             )
     for name, table in profile.accelerators.items():
         require_amounts(table, where=f"accelerator '{name[:60]}'", todo=todo)
+        for layer, own, trained in zip(
+            profile.layers, profile.weight_bytes.tolist(), table.trainable_bytes or (), strict=False
+        ):
+            _require(
+                trained <= own,
+                f"accelerator '{name[:60]}'",
+                "trainable_bytes",
+                f"{trained:g} of {own:g} bytes of layer '{layer.name[:60]}'",
+            )
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:

@@ -63,6 +63,10 @@ class Chain(CostArrays):
     backward adds its own"""
     shared_weight_bytes: Floats
     """weights of the unit's whole layer where every part of it holds them all, else 0"""
+    answered: NDArray[np.bool_]
+    """whether a gradient comes back over a cut after the unit: not where nothing before it is trained"""
+    sends_gradient: NDArray[np.bool_]
+    """whether a stage that begins with the unit sends an input gradient back; a first stage does not"""
     source: str
     interpolated: bool
 
@@ -86,6 +90,10 @@ class Chain(CostArrays):
     def work(self) -> Floats:
         """Forward plus backward, (types, units)."""
         return self.forward + self.backward
+
+    def return_seconds(self, bandwidth: float, latency: float) -> Floats:
+        """Seconds that the gradient for a cut after each unit is on such a link; 0 where none comes back."""
+        return np.where(self.answered, self.boundary_backward / bandwidth + latency, 0.0)
 
 
 def holds_all_weights(layer: ProfiledLayer) -> bool:
@@ -136,17 +144,23 @@ def make_chain(
     found["boundary_forward"][-1] = found["boundary_backward"][-1] = 0.0
     found["workspace"] += float(found["library"].max())
     shared = np.array([layer.weight_bytes if holds_all_weights(layer) else 0.0 for layer in profile.layers])
+    weights = profile.weight_bytes[layers] * share
+    found["trainable_bytes"] = np.where(np.isfinite(found["trainable_bytes"]), found["trainable_bytes"], weights)
+    known = all(profile.table(name).trainable_bytes is not None for name in types)
+    answered = (found["boundary_backward"] > 0) | (not known)
     return Chain(
         **found,
         profile=profile,
         microbatch=microbatch,
         types=tuple(types),
         units=tuple(units),
-        weight_bytes=profile.weight_bytes[layers] * share,
+        weight_bytes=weights,
         input_bytes=forward_in + begun * made,
         resident_input=np.where(begun > 0, forward_in, 0.0),
         phases_known=all(cost.phases_known for cost in costs),
         shared_weight_bytes=shared[layers],
+        answered=answered,
+        sends_gradient=np.concatenate([[False], answered[:-1]]),
         source=", ".join(dict.fromkeys(cost.source for cost in costs)),
         interpolated=any(cost.interpolated for cost in costs),
     )

@@ -28,6 +28,7 @@ __all__ = [
     "every_stage_bytes",
     "needed_beyond",
     "stage_bytes",
+    "stage_gradients",
     "stage_weights",
     "stages_bytes",
 ]
@@ -42,10 +43,12 @@ _MESSAGES = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes(Generic[Amount]):
-    """What a stage holds, its schedule apart; gradients and optimizer state are copies of its weights."""
+    """What a stage holds, its schedule apart; gradients and optimizer state are copies of its trained weights."""
 
     weights: Amount
     """all of a layer of which it has some time steps"""
+    trained: Amount
+    """of these, the ones that have a gradient and optimizer state; the others are frozen"""
     casts: Amount
     """copies of its weights in another dtype, which autocast keeps from the first forward of a global batch to the
     last backward"""
@@ -61,16 +64,20 @@ class HeldBytes(Generic[Amount]):
     """most workspace of a layer beyond the activations of all layers, while those after it hold none; and
     what libraries keep"""
 
+    def static(self, copies: float) -> Amount:
+        """Weights, gradients and optimizer state, which are `copies` of what is trained; frozen weights once."""
+        return copies * self.trained + (self.weights - self.trained)
+
     def each(self, *, recompute: bool) -> Amount:
         """Of one in-flight micro-batch."""
         return self.kept if recompute else self.saved_activations
 
     def fixed(self, copies: float, *, recompute: bool) -> Amount:
-        """All but the in-flight micro-batches; `copies` of the weights are weights, gradients and optimizer state.
+        """All but the in-flight micro-batches; `copies` as in `static`.
 
         A stage that recomputes has the activations of the one at work besides.
         """
-        always = copies * self.weights + self.casts + self.buffers + self.workspace
+        always = self.static(copies) + self.casts + self.buffers + self.workspace
         return always + self.saved_activations if recompute else always
 
     def held(self, copies: float, inflight: int, waiting: int = 0, *, recompute: bool = False) -> Amount:
@@ -112,6 +119,7 @@ class UnitBytes:
     """
 
     weights: Floats
+    trained: Floats
     casts: Floats
     saved_activations: Floats
     delayed: Floats
@@ -125,6 +133,7 @@ class UnitBytes:
         """Of all units of the chain."""
         return cls(
             weights=chain.weight_bytes,
+            trained=chain.trainable_bytes,
             casts=chain.weight_casts,
             saved_activations=chain.saved_activations,
             delayed=chain.delayed,
@@ -145,8 +154,8 @@ class UnitBytes:
         return inflight + math.ceil(waiting * float(self.delayed.sum()) / whole)
 
     def always(self, copies: float) -> Floats:
-        """Of each unit, `copies` of its weights (weights, gradients and optimizer state), and their casts."""
-        return copies * self.weights + self.casts
+        """Of each unit, weights, gradients and optimizer state, `copies` of what is trained, and casts."""
+        return copies * self.trained + (self.weights - self.trained) + self.casts
 
     def held(self, first: int, last: int, copies: float, inflight: int) -> float:
         """Of the units `first` to `last`, without messages."""
@@ -168,6 +177,7 @@ def stage_bytes(chain: Chain, first: int, last: int, *, parted: bool = True) -> 
     ahead, back = chain.boundary_forward, chain.boundary_backward
     return StageBytes(
         weights=float(held.weights[at]),
+        trained=float(held.trained[at]),
         casts=float(held.casts[at]),
         saved_activations=float(held.saved_activations[at]),
         delayed=float(held.delayed[at]),
@@ -199,12 +209,17 @@ def stage_weights(chain: Chain, first: int, last: int) -> float:
     return float(_weights(chain, chain.weight_bytes, first, last)[-1])
 
 
+def stage_gradients(chain: Chain, first: int, last: int) -> float:
+    """Bytes of the gradients of the units `first` to `last`, included: of what is trained."""
+    return float(_weights(chain, chain.trainable_bytes, first, last)[-1])
+
+
 def every_run_bytes(chain: Chain) -> HeldBytes[Floats]:
     """Of every run of units, [first, last]; 0 where last < first."""
     units = len(chain)
     found = {
         name: np.zeros((units, units))
-        for name in ("weights", "casts", "saved_activations", "delayed", "buffers", "workspace")
+        for name in ("weights", "trained", "casts", "saved_activations", "delayed", "buffers", "workspace")
     }
     for first in range(units):
         own, _ = _by_last(chain, first, units - 1)
@@ -224,6 +239,7 @@ def every_stage_bytes(chain: Chain, *, parted: bool) -> dict[str, Floats]:
         held, spaces = _by_last(chain, first, units - 1, _PHASES[:2], parted=parted)
         rows = {
             "weights": held.weights,
+            "trained": held.trained,
             "casts": held.casts,
             "saved_activations": held.saved_activations,
             "kept": chain.input_bytes[first],
@@ -263,9 +279,10 @@ def _by_last(
     spaces = _workspaces(chain, units, first, end, ("unit_workspace", *phases))
     held = HeldBytes(
         weights=_weights(chain, units.weights, first, end),
+        trained=_weights(chain, units.trained, first, end),
         casts=_weights(chain, units.casts, first, end),
         saved_activations=saved_activations,
-        delayed=_delayed(chain, units, first, end) if first else saved + returned,
+        delayed=_delayed(chain, units, first, end) if chain.sends_gradient[first] else saved + returned,
         kept=np.full(1, units.inputs[first]),
         buffers=2 * (came + sent + returned),
         workspace=spaces["unit_workspace"],
@@ -351,8 +368,8 @@ def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Seq
     kinds, and of backwards and weight gradients that make the gradients, which all count as being there.
 
     What the last layer sends, or the error for it, is part of what it needs, and counts as a message already.
-    Deferred weight gradients find all there that they need, and make no input gradients; but a first stage
-    defers its whole backward.
+    Deferred weight gradients find all there that they need, and make no input gradients; but a stage that sends no
+    input gradient, as the first, defers its whole backward.
     """
     own, begins = slice(first, end + 1), chain.units[first].start > 0
     layers, held = _columns(chain, own)[0], np.cumsum(units.saved_activations[own])
@@ -364,7 +381,7 @@ def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Seq
 
     rows = {kind: needed(kind) for kind in kinds if kind != "weight_workspace"}
     if "weight_workspace" in kinds:
-        gradients = np.cumsum(units.weights[own])
+        gradients = np.cumsum(units.trained[own])
         rows["first_backward_workspace"] = rows["backward_workspace"] - gradients
     found = dict(
         zip(
@@ -374,7 +391,7 @@ def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Seq
     if "weight_workspace" in kinds:
         later = needed("weight_workspace")
         both = (found["backward_workspace"], found["first_backward_workspace"])
-        if first:
+        if chain.sends_gradient[first]:
             both = (np.maximum.accumulate(later), np.maximum.accumulate(later - gradients))
         found["weight_workspace"], found["first_weight_workspace"] = both
     return {
@@ -392,8 +409,8 @@ def _in_messages(chain: Chain) -> Floats:
 
 
 def _delayed(chain: Chain, units: UnitBytes, first: int, end: int) -> Floats:
-    """What waits for deferred weight gradients, by last unit; not of a first stage, which has no input
-    gradient and defers all of its backward. Part of a layer needs all of its input."""
+    """What waits for deferred weight gradients, by last unit; not of a stage that sends no input gradient, which
+    defers all of its backward. Part of a layer needs all of its input."""
     own, apart = slice(first, end + 1), int(deferred_from(chain)[first])
     values = np.where(np.arange(first, end + 1) >= apart, units.delayed[own], 0.0)
     before, after = (missing[own] for missing in missing_shares(chain))

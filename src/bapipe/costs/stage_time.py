@@ -91,15 +91,21 @@ class StageSeconds:
 
     @functools.cached_property
     def weight_gradient(self) -> Floats:
-        """What of the backward can be deferred. A first stage sends no input gradient on: all of its backward."""
+        """What of the backward can be deferred: all of it where no input gradient is sent on, as at a first
+        stage."""
         begin = deferred_from(self.chain)[self.first]
         own = self._slowest("weight_gradient", None if (begin == self.first).all() else begin)
-        return np.where(self.first == 0, self.backward, np.minimum(own, self.backward))
+        return np.where(self._parts, np.minimum(own, self.backward), self.backward)
 
     @functools.cached_property
     def parting(self) -> Floats:
-        """How much longer the backward takes in two parts; not at a first stage, which defers it as a whole."""
-        return np.where(self.first == 0, 0.0, self._slowest("parting"))
+        """How much longer the backward takes in two parts; not at a stage that defers it as a whole."""
+        return np.where(self._parts, self._slowest("parting"), 0.0)
+
+    @functools.cached_property
+    def _parts(self) -> NDArray[np.bool_]:
+        """Whether a stage has an input gradient to send on before its weight gradients."""
+        return np.asarray(self.chain.sends_gradient[self.first], dtype=np.bool_)
 
     @functools.cached_property
     def update(self) -> Floats:

@@ -91,7 +91,9 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 all_reduce=best.costs.all_reduce[index],
                 send_forward_bytes=float(chain.boundary_forward[choice.last]),
                 send_backward_bytes=_sent_back(best, index),
+                sends_gradient=index - 1 not in best.costs.unanswered,
                 weight_bytes=needed.weights,
+                trainable_bytes=None if needed.trained == needed.weights else needed.trained,
                 memory_bytes=best.memory[index],
                 memory_capacity=best.capacity[index],
                 in_flight=best.inflight[index],
@@ -222,6 +224,12 @@ def _notes(found: Exploration) -> tuple[str, ...]:
         f"T of equation (1): {format_seconds(found.ideal)} per micro-batch of {chain.microbatch}",
         f"{found.evaluated} candidates simulated",
     ]
+    weights, trained = float(chain.weight_bytes.sum()), float(chain.trainable_bytes.sum())
+    if trained < weights:
+        notes.append(
+            f"{format_bytes(trained)} of {format_bytes(weights)} of weights are trained: the rest is frozen, with "
+            "no gradients, optimizer state or gradient sync"
+        )
     idle = idle_note(found.best, found.considered, found.hardware, found.request)
     if idle is not None:
         notes.append(idle)

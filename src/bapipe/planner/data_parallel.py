@@ -74,15 +74,15 @@ def analytic_alternatives(chain: Chain, hardware: Hardware, microbatches: int) -
     seconds = stage_seconds(chain, [(0, len(chain) - 1)], [rows])
     whole, backward, update = (float(item[0]) for item in (seconds.work, seconds.backward, seconds.update))
     units = UnitBytes.of(chain)
-    weights = float(units.weights.sum())
+    weights, trained = float(units.weights.sum()), float(units.trained.sum())
     members = tuple(range(count))
     capacity = min(cluster.type_of(index).memory for index in members)
     state = hardware.static_copies() - 2
     each = -(-microbatches // count)
-    reduce = all_reduce_time(cluster, members, weights)
+    reduce = all_reduce_time(cluster, members, trained)
     largest = float(units.weights.max())
-    exposed = max(all_reduce_time(cluster, members, min(DDP_BUCKET, weights)), reduce - backward)
-    gathers = 1.5 * reduce * each
+    exposed = max(all_reduce_time(cluster, members, min(DDP_BUCKET, trained)), reduce - backward)
+    gathers = (all_reduce_time(cluster, members, weights) + 0.5 * reduce) * each
     # Layers are often alike, and each all-reduce looks at every accelerator.
     summed = {
         size: all_reduce_time(cluster, members, size)
@@ -93,8 +93,9 @@ def analytic_alternatives(chain: Chain, hardware: Hardware, microbatches: int) -
         for forward, back in zip(chain.boundary_forward, chain.boundary_backward, strict=True)
     )
 
-    def memory(copies: float) -> float:
-        return units.held(0, len(chain) - 1, copies, 1)
+    def memory(copies: float, frozen: float = 1.0) -> float:
+        """With so many copies of what is trained, and such a share of what is frozen."""
+        return units.held(0, len(chain) - 1, copies, 1) - (1 - frozen) * (weights - trained)
 
     return [
         Estimate(
@@ -106,13 +107,13 @@ def analytic_alternatives(chain: Chain, hardware: Hardware, microbatches: int) -
         Estimate(
             name="FSDP (by formula)",
             time=max(each * whole, gathers) + all_reduce_time(cluster, members, largest) + update / count,
-            memory=memory((2 + state) / count) + 2 * largest,
+            memory=memory((2 + state) / count, 1 / count) + 2 * largest,
             capacity=capacity,
         ),
         Estimate(
             name="tensor slicing (by formula)",
             time=microbatches * (whole / count + boundary) + update / count,
-            memory=memory((2 + state) / count),
+            memory=memory((2 + state) / count, 1 / count),
             capacity=capacity,
         ),
     ]

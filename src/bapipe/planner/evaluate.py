@@ -11,11 +11,11 @@ from bapipe.costs.peak_memory import PeakBytes, rank_peaks
 from bapipe.costs.planned_optimizer import PlannedOptimizer
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import Chain, holds_all_weights
-from bapipe.costs.stage_memory import StageBytes, stage_weights, stages_bytes
+from bapipe.costs.stage_memory import StageBytes, stage_gradients, stages_bytes
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.gradient_rings import all_reduce_time
+from bapipe.planner.gradient_rings import all_reduce_time, gradient_sum_time
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.planner.stand_ins import stand_ins
 from bapipe.records.plan import Plan
@@ -102,7 +102,7 @@ class Hardware:
     """data parallelism reduces a bucket as soon as its gradients are there, as DDP does"""
 
     def static_copies(self) -> float:
-        """Weights, gradients and optimizer state, in copies of the weights."""
+        """Weights, gradients and optimizer state, in copies of the weights that are trained."""
         return 2 + self.optimizer.memory.state
 
     def update_copies(self) -> float:
@@ -202,7 +202,7 @@ def shared_sums(
         holders = [stage for stage, layers in enumerate(divided) if layer in layers]
         group = tuple(dict.fromkeys(index for stage in holders for index in members[stage]))
         for stage in holders:
-            seconds[stage] += all_reduce_time(cluster, group, profile.layers[layer].weight_bytes)
+            seconds[stage] += gradient_sum_time(cluster, group, float(profile.gradient_bytes[layer]))
     return seconds
 
 
@@ -237,10 +237,10 @@ def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds, sche
     forward, backward = tuple(seconds.forward.tolist()), tuple(seconds.backward.tolist())
     replicas = _replica_costs(candidate, cluster, summing)
     for index, stage in enumerate(candidate.stages):
-        weights = stage_weights(chain, stage.first, stage.last)
-        whole = all_reduce_time(cluster, stage.accelerators, weights)
+        gradients = stage_gradients(chain, stage.first, stage.last)
+        whole = gradient_sum_time(cluster, stage.accelerators, gradients)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
-            bucket = all_reduce_time(cluster, stage.accelerators, min(DDP_BUCKET, weights))
+            bucket = gradient_sum_time(cluster, stage.accelerators, min(DDP_BUCKET, gradients))
             last = _ends_last(schedule, replicas)
             hidden = backward[index] if last is None else last.backward
             whole = max(bucket, whole - cluster.collective_overlap * hidden)
@@ -257,6 +257,7 @@ def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds, sche
         all_reduce=tuple(reduce),
         update=tuple((np.array(summing) + seconds.update).tolist()),
         replicas=replicas,
+        unanswered=tuple(index for index, cut in enumerate(cuts) if not chain.answered[cut]),
     )
 
 
@@ -418,6 +419,7 @@ def plan_timeline(plan: Plan) -> Timeline:
         all_reduce=tuple(stage.all_reduce for stage in stages),
         update=tuple(stage.update for stage in stages),
         replicas=_planned_replicas(plan),
+        unanswered=tuple(index for index, stage in enumerate(stages[1:]) if not stage.sends_gradient),
     )
     return simulate(schedule, costs, network_of(plan.cluster, ranks, schedule))
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from bapipe.hardware.cluster import Cluster, Link
 
-__all__ = ["all_reduce_time"]
+__all__ = ["all_reduce_time", "gradient_sum_time"]
 
 _FEW_NODES = 2
 """nodes up to which a group is one ring"""
@@ -32,6 +32,11 @@ def all_reduce_time(cluster: Cluster, members: tuple[int, ...], size: float) -> 
             bandwidth = min(bandwidth, cluster.bus_bandwidth / count)
     flat = _ring(count, size, bandwidth, max(link.latency for link in links))
     return min(flat, _two_levels(cluster, members, size))
+
+
+def gradient_sum_time(cluster: Cluster, members: tuple[int, ...], gradients: float) -> float:
+    """Seconds to sum so many bytes of gradients of replicas; where all is frozen nothing is sent."""
+    return all_reduce_time(cluster, members, gradients) if gradients > 0 else 0.0
 
 
 def _ring(count: int, size: float, bandwidth: float, latency: float) -> float:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from bapipe.costs.segments import Chain
-from bapipe.costs.stage_memory import stage_weights
+from bapipe.costs.stage_memory import stage_gradients
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time, seconds_of
@@ -71,7 +71,7 @@ def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], mic
         (-(-microbatches // len(stage.accelerators)) - 1) * own for stage, own in zip(stages, work, strict=True)
     )
     sums = [
-        all_reduce_time(hardware.cluster, stage.accelerators, stage_weights(chain, stage.first, stage.last))
+        all_reduce_time(hardware.cluster, stage.accelerators, stage_gradients(chain, stage.first, stage.last))
         for stage in stages
     ]
     return sum(work) + steady + max(sums)

@@ -32,14 +32,11 @@ def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, h
     links = [
         cluster.link(one.accelerators[-1], other.accelerators[0]) for one, other in itertools.pairwise(stages)
     ]
-    sends = [
-        [
-            float(sizes[stage.last]) / link.bandwidth + link.latency
-            for stage, link in zip(stages[:-1], links, strict=True)
-        ]
-        for sizes in (chain.boundary_forward, chain.boundary_backward)
-    ]
-    wanted = full_overlap_caps(forward, backward, *sends)
+    sends, returns = [], []
+    for stage, link in zip(stages[:-1], links, strict=True):
+        sends.append(float(chain.boundary_forward[stage.last]) / link.bandwidth + link.latency)
+        returns.append(float(chain.return_seconds(link.bandwidth, link.latency)[stage.last]))
+    wanted = full_overlap_caps(forward, backward, sends, returns)
     least = stage_caps("1f1b", counts, microbatches)
     return never_rising(
         [

@@ -178,7 +178,7 @@ def _spans(
         if index + 1 < count:
             link = links[index]
             there = chain.boundary_forward / link.bandwidth + link.latency
-            back = chain.boundary_backward / link.bandwidth + link.latency
+            back = chain.return_seconds(link.bandwidth, link.latency)
             busy = there + back if link.duplex == "half" else np.maximum(there, back)
         inflight, waiting = (of(count - index, count, microbatches) for of in (family.inflight, family.waiting))
         needed = memory.held(hardware.static_copies(), inflight, waiting, recompute=stage.recompute)

@@ -53,7 +53,7 @@ def _stages(
         count, again = min(order.inflight[stage], order.microbatches), stage in order.recompute
         each = held.kept if again else held.saved_activations
         messages = 2 * (held.sent + held.returned + held.received + held.answered)
-        need = hardware.static_copies() * held.weights + held.casts + count * each + messages + held.workspace
+        need = held.static(hardware.static_copies()) + held.casts + count * each + messages + held.workspace
         seconds = tables.seconds(frozenset({chain.row(kind.name)}))
         work = seconds.forward + seconds.backward
         if again:

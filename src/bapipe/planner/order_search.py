@@ -190,6 +190,7 @@ class _Search:
                     inflight=bytes_.each,
                     delayed=bytes_.delayed,
                     tail=costs.update[index],
+                    answered=index not in costs.unanswered,
                     room=bytes_.room - spare,
                 )
             )

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from bapipe.costs.segments import Chain, Floats
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time, network_of
+from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.stage_tables import StageTables
 from bapipe.schedule.actions import Kind
@@ -96,7 +97,7 @@ class PlanCases:
         names = _FIGURES
         self._by_rank = self._each_rank(rows) if len(chain.types) > 1 and max(self.counts) > 1 else {}
         found = {name: np.zeros((len(self.counts), len(self))) for name in (*names, "all_reduce")}
-        weights = self.tables.bytes(parted=False).weights
+        gradients = self.tables.bytes(parted=False).trained
         for number, pattern in enumerate(patterns.tolist()):
             own = np.flatnonzero(which == number)
             for stage, (low, high) in enumerate(self._edges):
@@ -106,15 +107,17 @@ class PlanCases:
                 for name in names:
                     found[name][stage, own] = getattr(seconds, name)[first, last]
                 if len(members) > 1:
-                    size = weights[first, last]
+                    size = gradients[first, last]
                     late = all_reduce_time(cluster, members, 0.0)
                     each = (all_reduce_time(cluster, members, _MANY_BYTES) - late) / _MANY_BYTES
-                    found["all_reduce"][stage, own] = late + size * each
+                    found["all_reduce"][stage, own] = np.where(size > 0, late + size * each, 0.0)
         if len(self.counts) == 1 and self.counts[0] > 1 and self.hardware.overlap_all_reduce:
-            self._overlap(found, patterns, which, weights)
+            self._overlap(found, patterns, which, gradients)
         found["recompute"] = found["forward"]
         cuts = self.cuts[:, :-1].T
         found["send_forward"], found["send_backward"] = chain.boundary_forward[cuts], chain.boundary_backward[cuts]
+        self._answered = chain.answered[cuts]
+        """[boundary, case] whether a gradient comes back"""
         self._seconds = found
         self._rate, self._latency = self._links()
 
@@ -155,13 +158,13 @@ class PlanCases:
             work[low:high] += self._by_rank["forward"][low:high]
         return work
 
-    def _overlap(self, found: dict[str, Floats], patterns: Ints, which: Ints, weights: Floats) -> None:
+    def _overlap(self, found: dict[str, Floats], patterns: Ints, which: Ints, gradients: Floats) -> None:
         """Of data parallelism, the all-reduce that its last backward does not hide."""
-        cluster, size = self.hardware.cluster, weights[self._firsts[:, 0], self.cuts[:, 0]]
+        cluster, size = self.hardware.cluster, gradients[self._firsts[:, 0], self.cuts[:, 0]]
         self._whole_reduce, self._bucket = np.zeros(len(self)), np.zeros(len(self))
         for number, pattern in enumerate(patterns.tolist()):
             own = np.flatnonzero(which == number)
-            bucket = all_reduce_time(cluster, tuple(pattern), min(DDP_BUCKET, float(size[own[0]])))
+            bucket = gradient_sum_time(cluster, tuple(pattern), min(DDP_BUCKET, float(size[own[0]])))
             self._whole_reduce[own], self._bucket[own] = found["all_reduce"][0, own], bucket
             hidden = cluster.collective_overlap * found["backward"][0, own]
             found["all_reduce"][0, own] = np.maximum(bucket, found["all_reduce"][0, own] - hidden)
@@ -190,7 +193,9 @@ class PlanCases:
             rate = self._rate[low:middle, middle:high].min(axis=(0, 1))
             late = self._latency[low:middle, middle:high].min(axis=(0, 1))
             ahead[boundary] = self._seconds["send_forward"][boundary] * rate + late
-            back[boundary] = self._seconds["send_backward"][boundary] * rate + late
+            back[boundary] = np.where(
+                self._answered[boundary], self._seconds["send_backward"][boundary] * rate + late, 0.0
+            )
         return ahead, back
 
     def bound(self, order: PlannedOrder, *, best_dealt: bool = False) -> Floats:
@@ -198,8 +203,9 @@ class PlanCases:
 
         A stage begins when a micro-batch has come through those before it, and has its share of the work to do.
         With K in flight, every K-th micro-batch starts after a round trip through the stages behind. What is last
-        there goes back through all the stages before it, each of which then takes its optimizer step. With
-        `best_dealt` under any dealing and with as many in flight as it needs.
+        there goes back through all the stages before it, each of which then takes its optimizer step. Where no
+        gradient comes back, a stage waits for none behind it. With `best_dealt` under any dealing and with as many
+        in flight as it needs.
         """
         own, count = self._least, len(self.counts)
         ahead, back = self._sends
@@ -213,13 +219,15 @@ class PlanCases:
         for stage in range(count - 1, -1, -1):
             trip[stage] = own["forward"][stage] + answer[stage]
             if stage + 1 < count:
-                trip[stage] += ahead[stage] + back[stage] + trip[stage + 1]
+                behind = ahead[stage] + back[stage] + trip[stage + 1]
+                trip[stage] += np.where(self._answered[stage], behind, 0.0)
         found = begin = np.zeros(len(self))
         tail = later[0] + step[0]
         for stage in range(count):
             if stage:
                 begin = begin + own["forward"][stage - 1] + ahead[stage - 1]
-                tail = np.maximum(later[stage] + step[stage], back[stage - 1] + answer[stage - 1] + tail)
+                before = np.where(self._answered[stage - 1], back[stage - 1] + answer[stage - 1] + tail, 0.0)
+                tail = np.maximum(later[stage] + step[stage], before)
             for rounds, turns, work, rest in self._loads(order, stage, answer, later, best_dealt=best_dealt):
                 found = np.maximum(found, begin + np.maximum(rounds * work, turns * trip[stage]) + tail)
                 found = np.maximum(found, begin + rounds * (work + rest) + step[stage])
@@ -277,20 +285,21 @@ class PlanCases:
             before = counts[stage - 1] // math.gcd(counts[stage], counts[stage - 1]) if stage else 0
             if order.dealing is not None:  # at least one wire each way
                 after, before = min(1, after), min(1, before)
-            weights = held.weights[own]
+            trained = held.trained[own]
+            frozen = held.weights[own] - trained
             sending = 2 * (after * held.sent[own] + before * held.answered[own])
             each = held.kept[own] if again else held.saved_activations[own]
             if self.chain.phases_known:
-                forward = (copies - 1) * weights + most * each + held.casts[own] + sending
+                forward = (copies - 1) * trained + frozen + most * each + held.casts[own] + sending
                 need = np.maximum(
                     forward + (0.0 if again else held.forward_workspace[own]),
-                    hardware.update_copies() * weights + sending,
+                    hardware.update_copies() * trained + frozen + sending,
                 )
                 if rounds > most and not order.parted and not again:
-                    need = np.maximum(need, forward + weights + held.backward_workspace[own])
+                    need = np.maximum(need, forward + trained + held.backward_workspace[own])
             else:
                 receiving = 2 * (after * held.returned[own] + before * held.received[own])
-                need = copies * weights + most * each + held.casts[own] + sending + receiving
+                need = copies * trained + frozen + most * each + held.casts[own] + sending + receiving
                 need = need + held.workspace[own]
             room = memory[self.orders[:, low:high][:, part]].min(axis=1)
             fits &= need <= room * (1 + 1e-12)
@@ -334,6 +343,7 @@ class PlanCases:
                 },
                 send_forward=own["send_forward"],
                 send_backward=own["send_backward"],
+                answered=self._answered[:, cases],
                 rate=self._rate[:, :, cases],
                 latency=self._latency[:, :, cases],
                 by_rank=bool(self._by_rank),

@@ -33,6 +33,7 @@ class RunBytes:
     """Bytes of every run of units, [first, last], by the names of `StageBytes`."""
 
     weights: Floats
+    trained: Floats
     casts: Floats
     saved_activations: Floats
     kept: Floats
@@ -43,6 +44,10 @@ class RunBytes:
     workspace: Floats
     forward_workspace: Floats
     backward_workspace: Floats
+
+    def static(self, copies: float) -> Floats:
+        """As `HeldBytes.static`."""
+        return copies * self.trained + (self.weights - self.trained)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -107,7 +107,11 @@ class PlanStage:
     """per micro-batch to the next stage"""
     send_backward_bytes: float
     """per micro-batch to the previous stage"""
+    sends_gradient: bool = True
+    """False: nothing before the stage is trained, so that no gradient goes back to the previous stage"""
     weight_bytes: float
+    trainable_bytes: float | None = None
+    """of these, bytes of parameters that have a gradient and optimizer state; None: all of them"""
     memory_bytes: float
     """peak: weights, gradients, optimizer state, saved activations, workspace"""
     memory_capacity: float

@@ -46,6 +46,8 @@ class StageTimes:
     """bytes for all of them"""
     tail: float = 0.0
     """seconds from its last action until it is ready for the next global batch"""
+    answered: bool = True
+    """whether a gradient comes back from the next stage; of the last one not used"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ def timed_order(
             if index < last:
                 lines[index + 1].forward_at[number] = end + line.times.send_forward
                 options[index + 1] = lines[index + 1].option()
-            else:
+            if index == last or not line.times.answered:
                 line.backward_at[number] = end
         elif kind == _I:
             number = line.inputs
@@ -92,7 +94,7 @@ def timed_order(
                 line.weights += 1
                 kind = _B
             end = start + line.times.input_gradient
-            if index:
+            if index and lines[index - 1].times.answered:
                 lines[index - 1].backward_at[number] = end + line.times.send_backward
                 options[index - 1] = lines[index - 1].option()
         else:

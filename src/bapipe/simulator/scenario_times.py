@@ -31,6 +31,8 @@ class ManyCosts:
     send_forward: Floats
     """[boundary, case] what crosses from stage i to i+1"""
     send_backward: Floats
+    answered: NDArray[np.bool_]
+    """[boundary, case] whether a gradient comes back; where none does, nothing waits for it"""
     rate: Floats
     """[from rank, to rank, case] seconds per unit of what crosses"""
     latency: Floats
@@ -48,15 +50,17 @@ def many_times(schedule: Schedule, network: Network, costs: ManyCosts) -> Floats
     lowered = lower(schedule, network)
     if lowered.graph.contended:
         return None
-    occupy, latency = [], []
+    occupy, latency, arrives = [], [], []
     for channel in lowered.channels:
         amounts = costs.send_forward if channel.onward else costs.send_backward
         ends = channel.from_rank, channel.to_rank
         occupy.append(amounts[channel.boundary] * costs.rate[ends])
         latency.append(costs.latency[ends])
+        here = costs.answered[channel.boundary]
+        arrives.append(None if channel.onward or here.all() else here)
     cut_through = (network.sending or schedule.sending) == "cut-through"
     places = lowered.ranks if costs.by_rank else lowered.stages
-    return _together(lowered, costs.seconds, places.tolist(), occupy, latency, cut_through=cut_through)
+    return _together(lowered, costs.seconds, places.tolist(), occupy, latency, arrives, cut_through=cut_through)
 
 
 def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequence[Network]) -> Floats:
@@ -71,14 +75,15 @@ def scenario_times(schedule: Schedule, costs: Sequence[Costs], networks: Sequenc
     first = networks[0]
     plain = schedule.flushes and schedule.concurrency == "none"
     if plain and first.sending != "blocking" and not first.latency_only:
-        lowered = lower(schedule, first)
+        lowered = lower(schedule, first, costs[0].unanswered)
         if not lowered.graph.contended:
             cut_through = (first.sending or schedule.sending) == "cut-through"
             seconds = [seconds_by_place(own) for own in costs]
             duration = {kind: np.array([own[kind] for own in seconds]).T for kind in seconds[0]}
             places = cost_places(schedule, costs[0], lowered).tolist()
             channels = _channels(lowered, costs, networks)
-            return _together(lowered, duration, places, *channels, cut_through=cut_through)
+            everything = [None] * len(lowered.channels)
+            return _together(lowered, duration, places, *channels, everything, cut_through=cut_through)
     both = zip(costs, networks, strict=True)
     return np.array([simulate(schedule, own, network).time for own, network in both])
 
@@ -89,13 +94,14 @@ def _together(
     places: Sequence[int],
     occupy: Sequence[Floats],
     latency: Sequence[Floats],
+    arrives: Sequence[NDArray[np.bool_] | None],
     *,
     cut_through: bool,
 ) -> Floats:
     """All scenarios, task by task: each lane runs as far as its inputs are there.
 
     `duration` is by kind of action, [place, scenario], and `places` has each task's place there; `occupy` and
-    `latency` are by channel.
+    `latency` are by channel, and so is `arrives`: the scenarios in which anything is sent over it, None: all.
     """
     graph = lowered.graph
     lane_start, lane_of, send_to, channel, channel_link, edge_start, edge_to = (
@@ -144,6 +150,8 @@ def _together(
                     claim = np.maximum(free[link], begin if cut_through else now)
                     free[link] = claim + occupy[over]
                     when = np.maximum(now, free[link] + latency[over])
+                    if arrives[over] is not None:
+                        when = np.where(arrives[over], when, start)
                 arrive(target, when, lane)
             for target in edge_to[edge_start[task] : edge_start[task + 1]]:
                 arrive(target, now, lane)

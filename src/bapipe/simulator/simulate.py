@@ -62,6 +62,9 @@ class Costs:
     replicas: tuple[tuple[ReplicaCosts, ...], ...] | None = None
     """for each stage what each of its replicas takes, in place of the above; empty where they are alike, None
     where all are"""
+    unanswered: tuple[int, ...] = ()
+    """boundaries over which no gradient comes back, because nothing before them is trained: the backward of the
+    stage before waits for nothing"""
 
     @classmethod
     def of(
@@ -183,7 +186,7 @@ def simulate(
     network = network or Network()
     if network.sending == "blocking" and schedule.concurrency != "none":
         raise BaPipeError(f"{schedule.name} runs F and B at once, so it cannot block on sends; choose other links")
-    lowered = lower(schedule, network)
+    lowered = lower(schedule, network, costs.unanswered)
     work, duration = _durations(schedule, costs, lowered)
     if schedule.concurrency == "slots":
         times = _lockstep(schedule, costs, lowered, network, work)
@@ -348,9 +351,9 @@ def steady_period(schedule: Schedule, costs: Costs, network: Network | None = No
     """λ: time per micro-batch of an endless capped 1F1B pipeline without replicas.
 
     λ = max of every stage's F+B, every link's time, and over i<j of the loop through stages i..j:
-    [Σ(F+B) + Σ(SF+SB)] / (K_i − K_j + 1), where on cut-through links only what outlasts the compute counts. It is
-    reached, not only a bound, where every direction has a link of its own. A denominator of 0 or less is a
-    deadlock. Cost: O(N²).
+    [Σ(F+B) + Σ(SF+SB)] / (K_i − K_j + 1), where on cut-through links only what outlasts the compute counts. No
+    loop goes through a boundary over which no gradient comes back. It is reached, not only a bound, where every
+    direction has a link of its own. A denominator of 0 or less is a deadlock. Cost: O(N²).
     """
     network = network or Network()
     sending = network.sending or schedule.sending
@@ -381,8 +384,11 @@ def steady_period(schedule: Schedule, costs: Costs, network: Network | None = No
     caps = np.array([min(cap, 2**53) for cap in schedule.caps])
     steps = np.array(work[1:]) + np.array(exposed)
     for i in range(N - 1):
-        loops = np.cumsum(np.concatenate([[work[i]], steps[i:]]))[1:]
-        turns = caps[i] - caps[i + 1 :] + 1
+        last = next((boundary for boundary in sorted(costs.unanswered) if boundary >= i), N - 1)
+        loops = np.cumsum(np.concatenate([[work[i]], steps[i:last]]))[1:]
+        turns = caps[i] - caps[i + 1 : last + 1] + 1
+        if not len(turns):
+            continue
         if turns.min() <= 0:
             j = i + 1 + int(np.argmax(turns <= 0))
             raise DeadlockError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bapipe.costs.stage_memory import UnitBytes, stage_weights
+from bapipe.costs.stage_memory import UnitBytes, stage_gradients
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.planner.state import SearchState
 from bapipe.units import format_bytes
@@ -56,7 +56,7 @@ def _nothing_fits(state: SearchState) -> InfeasibleError:
     if chain.microbatch > 1:
         helps.append("a smaller --micro-batch (profile smaller sizes if they are missing)")
     if hardware.optimizer.memory.state > 0:
-        held = sum(stage_weights(chain, item.first, item.last) for item in together)
+        held = sum(stage_gradients(chain, item.first, item.last) for item in together)
         saved = held * (hardware.static_copies() - 2)
         helps.append(f"--optimizer sgd (saves {format_bytes(saved)} there)")
     if len(closest.candidate.stages) < len(chain):

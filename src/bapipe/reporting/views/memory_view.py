@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.optimizers import find_optimizer
-from bapipe.records.plan import MemoryParts, Plan
+from bapipe.records.plan import MemoryParts, Plan, PlanStage
 from bapipe.simulator.timeline import Timeline
 
 __all__ = ["MemoryView", "RankMemory", "memory_view"]
@@ -104,13 +104,20 @@ def _inferred(plan: Plan, own: tuple[int, ...]) -> MemoryParts:
     """
     stages = [plan.stages[number] for number in own]
     versions = plan.schedule.to_schedule().weight_versions or (1,) * len(plan.stages)
-    weights = sum(stage.weight_bytes for stage in stages)
-    held = sum(plan.stages[number].weight_bytes * versions[number] for number in own)
+    trained = sum(_trained(stage) for stage in stages)
+    held = sum(
+        stage.weight_bytes + (versions[number] - 1) * _trained(stage)
+        for number, stage in zip(own, stages, strict=True)
+    )
     memory = find_optimizer(plan.optimizer, plan.precision.weight_bytes)
-    peak, state = max(stage.memory_bytes for stage in stages), memory.state * weights
-    rest = peak - held - weights - state
+    peak, state = max(stage.memory_bytes for stage in stages), memory.state * trained
+    rest = peak - held - trained - state
     if rest < 0:
         return MemoryParts(weights=0.0, gradients=0.0, optimizer=0.0, activations=0.0, buffers=peak, workspace=0.0)
     return MemoryParts(
-        weights=held, gradients=weights, optimizer=state, activations=rest, buffers=0.0, workspace=0.0
+        weights=held, gradients=trained, optimizer=state, activations=rest, buffers=0.0, workspace=0.0
     )
+
+
+def _trained(stage: PlanStage) -> float:
+    return stage.weight_bytes if stage.trainable_bytes is None else stage.trainable_bytes

@@ -24,14 +24,15 @@ __all__ = [
 ]
 
 
-def lower(schedule: Schedule, network: Network) -> Lowered:
-    """The task graph of a schedule on a network. Linear in its actions.
+def lower(schedule: Schedule, network: Network, unanswered: tuple[int, ...] = ()) -> Lowered:
+    """The task graph of a schedule on a network, no gradient coming back over the `unanswered` boundaries. Linear
+    in its actions.
 
     The schedule remembers the last one, because a schedule is often timed under many costs.
     """
-    known: tuple[Network, Lowered] | None = vars(schedule).get("_lowered")
-    if known is not None and known[0] == network:
+    known: tuple[tuple[Network, tuple[int, ...]], Lowered] | None = vars(schedule).get("_lowered")
+    if known is not None and known[0] == (network, unanswered):
         return known[1]
-    lowered = (lower_blocking if network.sending == "blocking" else lower_links)(schedule, network)
-    vars(schedule)["_lowered"] = (network, lowered)
+    lowered = (lower_blocking if network.sending == "blocking" else lower_links)(schedule, network, unanswered)
+    vars(schedule)["_lowered"] = ((network, unanswered), lowered)
     return lowered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,19 +26,20 @@ __all__ = ["lower_blocking"]
 _TALKS = (Kind.F, Kind.B, Kind.I)
 
 
-def lower_blocking(schedule: Schedule, network: Network) -> Lowered:
-    """The task graph with blocking, rendezvous exchanges.
+def lower_blocking(schedule: Schedule, network: Network, unanswered: Collection[int] = ()) -> Lowered:
+    """The task graph with blocking, rendezvous exchanges; over `unanswered` boundaries no gradient comes back.
 
     A send and the receive that follows it from the same neighbour are one exchange (Megatron's
     send_forward_recv_backward and send_backward_recv_forward); everything else is one after the other.
     """
-    return _BlockingBuilder(schedule, network).build()
+    return _BlockingBuilder(schedule, network, unanswered).build()
 
 
 @dataclass(slots=True)
 class _BlockingBuilder:
     schedule: Schedule
     network: Network
+    unanswered: Collection[int]
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     """kind, stage, micro-batch, rank and lane of each task"""
     starts: list[int] = field(default_factory=lambda: [0])
@@ -140,6 +142,10 @@ class _BlockingBuilder:
             self.ends_of.setdefault(message, []).append(len(self.rows))
         self.rows.append((EXCHANGE, -1, -1, rank, lane))
 
+    def _answered(self, boundary: int) -> bool:
+        """Whether a gradient comes back from the stage after."""
+        return boundary + 1 < self.schedule.num_stages and boundary not in self.unanswered
+
     def _sent(self, rank: int, action: Action) -> tuple[int, tuple[int, int, int]] | None:
         stage, microbatch = action.stage, action.microbatch
         if microbatch is None:
@@ -147,7 +153,7 @@ class _BlockingBuilder:
         if action.kind == Kind.F and stage + 1 < self.schedule.num_stages:
             peer = self.schedule.rank_of(stage + 1, microbatch)
             message = (FORWARD_MESSAGE, stage, microbatch)
-        elif action.kind in (Kind.B, Kind.I) and stage > 0:
+        elif action.kind in (Kind.B, Kind.I) and stage > 0 and stage - 1 not in self.unanswered:
             peer = self.schedule.rank_of(stage - 1, microbatch)
             message = (BACKWARD_MESSAGE, stage - 1, microbatch)
         else:
@@ -161,7 +167,7 @@ class _BlockingBuilder:
         if action.kind == Kind.F and stage > 0:
             peer = self.schedule.rank_of(stage - 1, microbatch)
             message = (FORWARD_MESSAGE, stage - 1, microbatch)
-        elif action.kind in (Kind.B, Kind.I) and stage + 1 < self.schedule.num_stages:
+        elif action.kind in (Kind.B, Kind.I) and self._answered(stage):
             peer = self.schedule.rank_of(stage + 1, microbatch)
             message = (BACKWARD_MESSAGE, stage, microbatch)
         else:

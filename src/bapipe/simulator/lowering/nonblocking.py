@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from bapipe.simulator.network import Network
 __all__ = ["lower_links"]
 
 
-def lower_links(schedule: Schedule, network: Network) -> Lowered:
-    """The task graph over links that do not block."""
+def lower_links(schedule: Schedule, network: Network, unanswered: Collection[int] = ()) -> Lowered:
+    """The task graph over links that do not block; over `unanswered` boundaries no gradient comes back."""
     lanes = schedule.lanes
     lengths = np.array([len(lane) for lane in lanes], dtype=np.int64)
     kinds, stages, microbatches = (
@@ -38,8 +38,9 @@ def lower_links(schedule: Schedule, network: Network) -> Lowered:
     # The -1 of a task that is not there falls on the extra entry after the last task.
     send_to = np.full(tasks + 1, -1, dtype=np.int64)
     send_to[forward[:-1]] = forward[1:]
-    send_to[backward[1:]] = backward[:-1]
-    channels, channel_link, channel = _channels(schedule, network, forward, backward, tasks)
+    answered = [boundary for boundary in range(schedule.num_stages - 1) if boundary not in unanswered]
+    send_to[backward[1:][answered]] = backward[:-1][answered]
+    channels, channel_link, channel = _channels(schedule, network, forward, backward, tasks, unanswered)
 
     waits = [
         _waits(forward.ravel(), backward.ravel(), lane_of),
@@ -92,7 +93,12 @@ def _cap_pairs(schedule: Schedule, forward: Ints, backward: Ints) -> tuple[Ints,
 
 
 def _channels(
-    schedule: Schedule, network: Network, forward: Ints, backward: Ints, tasks: int
+    schedule: Schedule,
+    network: Network,
+    forward: Ints,
+    backward: Ints,
+    tasks: int,
+    unanswered: Collection[int],
 ) -> tuple[tuple[Channel, ...], Ints, Ints]:
     """The channels, each one's link, and each task's channel, or -1 where it sends nothing to another rank."""
     channels: list[Channel] = []
@@ -103,6 +109,8 @@ def _channels(
         # Micro-batches that far apart go between the same two replicas.
         meetings = schedule.meetings(boundary)
         for onward in (True, False):
+            if not onward and boundary in unanswered:
+                continue
             made = forward[boundary] if onward else backward[boundary + 1]
             known: dict[tuple[int, int], int] = {}
             for turn, (before, after) in enumerate(meetings):

@@ -48,6 +48,8 @@ class CapturedLayer:
     """elements of each parameter"""
     weight_bytes: int
     """of parameters and buffers"""
+    trainable_bytes: int
+    """of these, of parameters that require a gradient"""
     sent: tuple[Value, ...]
     """values that cross a cut after this layer, skip values included; () after the last"""
     forward_flops: float
@@ -94,6 +96,7 @@ def describe_layers(program: Program, module: nn.Module, groups: Sequence[Group]
                 buffers=buffers,
                 parameter_sizes=tuple(tensors[name].numel() for name in parameters),
                 weight_bytes=sum(tensors[name].nbytes for name in (*parameters, *buffers)),
+                trainable_bytes=sum(tensors[name].nbytes for name in parameters if tensors[name].requires_grad),
                 sent=tuple(value_of(program, node) for node in crossing(program, group.stop)),
                 forward_flops=sum(program.products[node] for node in heavy) / program.batch,
                 weight_flops=sum(program.products[node] for node in anchors) / program.batch,

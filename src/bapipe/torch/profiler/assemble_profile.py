@@ -51,7 +51,7 @@ def _delayed(measured: Measurement, microbatch: int) -> tuple[float, ...] | None
     memory, found = measured.memory_at(microbatch), []
     for first, last in measured.units:
         items = measured.rounds(microbatch, first)
-        weights = any(measured.layers[layer].parameters for layer in range(first, last + 1))
+        weights = any(measured.layers[layer].trained for layer in range(first, last + 1))
         held = next((item.delayed for item in items if item.delayed is not None), None)
         if held is None and weights and any(item.input_gradient is not None for item in items):
             return None
@@ -120,6 +120,10 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
             if divided:
                 divided[size] = divided[size].times(found.eager / found.layers, 1.0)
     memory = [bytes_of_model(measured, measured.memory_at(size)) for size in sizes]
+    trained = _trainable(measured)
+    if trained is not None:
+        for size, own in zip(sizes, memory, strict=True):
+            rows[size] = _without_backward(rows[size], own)
     waiting = [_delayed(measured, size) for size in sizes]
     table = CostTable(
         source="measured",
@@ -136,6 +140,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         library=_most(memory, "library"),
         weight_casts=_casts(measured, memory),
         delayed=None if None in waiting else tuple(row for row in waiting if row is not None),
+        trainable_bytes=trained,
         part_forward=tuple(divided[size].forward for size in sizes) if divided else None,
         part_backward=tuple(divided[size].backward for size in sizes) if divided else None,
         part_saved_activations=tuple(divided[size].saved_activations for size in sizes) if divided else None,
@@ -159,6 +164,30 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
         accelerators={accelerator: table},
         input_bytes=measured.input_bytes,
         compiled=measured.environment.compiled,
+    )
+
+
+def _trainable(measured: Measurement) -> tuple[float, ...] | None:
+    """Bytes of each layer's weights that are trained, a tied one where it stands first; None: all are."""
+    layers = model_layers(measured)
+    if any(layer.trainable_bytes is None for layer in layers):
+        return None
+    return tuple(layer.stepped_bytes for layer in layers)
+
+
+def _without_backward(times: SizeTimes, memory: SizeMemory) -> SizeTimes:
+    """The same, with no backward of layers that no gradient comes back to: nothing up to them is trained."""
+    count = len(times.forward)
+    has = [size > 0 or index + 1 == count for index, size in enumerate(memory.boundary_backward)]
+
+    def only(row: Sequence[float]) -> tuple[float, ...]:
+        return tuple(value if own else 0.0 for value, own in zip(row, has, strict=True))
+
+    return SizeTimes(
+        forward=times.forward,
+        backward=only(times.backward),
+        weight_gradient=only(times.weight_gradient),
+        parting=only(times.parting),
     )
 
 
@@ -223,7 +252,7 @@ def _optimizer_seconds(measured: Measurement) -> tuple[float, ...]:
         return (0.0,) * len(layers)
     host, device = found.pop(None)
     any_step = max(host, device or 0.0)
-    own = [layer.weight_bytes if layer.steps_weights else 0.0 for layer in layers]
+    own = [layer.stepped_bytes for layer in layers]
 
     def beyond(layer: int) -> float:
         taken, work = found.get(layer, (0.0, None))

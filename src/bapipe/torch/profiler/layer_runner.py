@@ -165,6 +165,7 @@ class CapturedLayers:
         self.fingerprint = captured.fingerprint
         self.notes = captured.notes
         model = captured.to_model()
+        frozen = any(not item.requires_grad for item in captured.module.parameters())
         self.layers = tuple(
             MeasuredLayer(
                 name=layer.name,
@@ -172,6 +173,7 @@ class CapturedLayers:
                 weight_bytes=float(layer.weight_bytes),
                 shares_weights_with=known.shares_weights_with,
                 split=layer.split,
+                trainable_bytes=float(layer.trainable_bytes) if frozen else None,
             )
             for layer, known in zip(captured.layers, model.layers, strict=True)
         )

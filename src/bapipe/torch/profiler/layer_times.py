@@ -122,7 +122,7 @@ def _times(
     order = [*rows[0], *reversed(rows[1])]
     added = run_ahead([host for host, _ in order], [device for _, device in order])
     backward = added[len(alike) :][::-1]
-    trained = [any(measured.layers[layer].parameters for layer in own) for own in alike]
+    trained = [any(measured.layers[layer].trained for layer in own) for own in alike]
     return SizeTimes(
         forward=tuple(added[: len(alike)]),
         backward=tuple(backward),

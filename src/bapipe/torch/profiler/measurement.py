@@ -61,11 +61,26 @@ class MeasuredLayer:
     weight_bytes: float
     shares_weights_with: str | None = None
     split: Split | None = None
+    trainable_bytes: float | None = None
+    """of its weights, tied ones included, bytes of parameters that require a gradient; None: no parameter of the
+    model is frozen"""
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has weight gradients."""
+        return self.parameters > 0 if self.trainable_bytes is None else self.trainable_bytes > 0
 
     @property
     def steps_weights(self) -> bool:
         """Whether an optimizer step has work for it: tied weights are stepped with the layer that holds them."""
-        return self.parameters > 0 and self.shares_weights_with is None
+        return self.trained and self.shares_weights_with is None
+
+    @property
+    def stepped_bytes(self) -> float:
+        """What an optimizer step works on."""
+        if not self.steps_weights:
+            return 0.0
+        return self.weight_bytes if self.trainable_bytes is None else self.trainable_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

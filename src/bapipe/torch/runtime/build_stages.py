@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 _logger = logging.getLogger(__name__)
+_ROUNDING = 0.01
+"""relative difference of shares that weights of other dtypes and buffers make"""
 Build = Callable[[], Any]
 """makes (module, args) or (module, args, kwargs) with an example of the module's inputs"""
 
@@ -130,6 +132,7 @@ def check_model(
             "its layers or parameters have changed; profile and plan it again"
         )
     _check_dtype(captured, precision or plan.precision, autocast)
+    _check_frozen(captured, plan)
     _check_parts(captured, plan)
 
 
@@ -148,6 +151,29 @@ def _check_dtype(captured: Captured, precision: Precision, autocast: torch.dtype
             raise BaPipeError(
                 f"the plan is for {precision.word}, but '{name}' is {found}; convert the model, run it under "
                 "autocast (autocast=), or plan it as it is"
+            )
+
+
+def _check_frozen(captured: Captured, plan: Plan) -> None:
+    """Refuse a model of which more is trained than was planned; a plan that counts all as trained has room."""
+    if all(stage.trainable_bytes is None for stage in plan.stages):
+        return
+    pairs = list(zip(captured.layers, captured.to_model().layers, strict=True))
+    for index, stage in enumerate(plan.stages):
+        if stage.trainable_bytes is None or not stage.weight_bytes or stage.fractions:
+            continue
+        own = [
+            layer
+            for layer, known in pairs[stage.first_layer : stage.last_layer + 1]
+            if known.shares_weights_with is None
+        ]
+        weights, trained = sum(layer.weight_bytes for layer in own), sum(layer.trainable_bytes for layer in own)
+        planned, found = stage.trainable_bytes / stage.weight_bytes, trained / max(1, weights)
+        if found > (1 + _ROUNDING) * planned:
+            raise BaPipeError(
+                f"the plan has {planned:.3%} of the weights of stage {index} trained, but of "
+                f"'{plan.model.ref or plan.model.name}' {found:.3%} require a gradient; freeze the same "
+                "parameters, or profile and plan it again"
             )
 
 

@@ -274,8 +274,10 @@ def _stage(problem: Problem, choice: Choice, accelerators: int) -> PartitionStag
     inflight = -(-inflight // choice.replicas)
     if choice.recompute:
         backward += forward
+    static = int(problem.weights_bytes[span].sum())
     needed = HeldBytes(
-        weights=int(problem.weights_bytes[span].sum()),
+        weights=static,
+        trained=static,
         casts=0,
         saved_activations=int(problem.saved_bytes[span].sum()),
         delayed=0,

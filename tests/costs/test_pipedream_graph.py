@@ -186,3 +186,15 @@ def test_published_gnmt() -> None:
     assert boundary["node10 Dropout"] == 2 * size
     assert boundary["node21 Embedding"] == 2 * size
     assert len(profile.layers) == 17
+
+
+@pytest.mark.parametrize(("sizes", "crosses"), [((80, 10, 40), 10), ((10, 80, 40), 10), ((40, 40, 8), 8)])
+def test_nodes_of_no_time_go_with_the_neighbour_by_which_least_crosses(
+    tmp_path: Path, sizes: tuple[int, int, int], crosses: int
+) -> None:
+    """Op -> free -> free -> Op: one place to cut, after the smallest value."""
+    nodes = [node(number + 1, forward=float(number == 0), size=str(size)) for number, size in enumerate(sizes)]
+    text = "".join([*nodes, node(4), *(f"\tnode{number} -- node{number + 1}\n" for number in (1, 2, 3))])
+    profile = read(tmp_path, text)
+    assert [layer.name for layer in profile.layers] == ["node1 Op", "node4 Op"]
+    assert table(profile).boundary_forward == ((crosses, 0.0),)

@@ -9,7 +9,8 @@ once, every value that was made before it and is needed after it, passed along s
 
 - Nodes that nothing feeds, without parameters, named Input or free of time, are inputs of the model, not layers:
   their time (loading of data) is left out, and their values count in the forward direction only.
-- A node that takes no time and has no parameters (views, sums, tuple items) joins the layer before it.
+- A node that takes no time and has no parameters (views, sums, tuple items) joins a layer beside it: between two
+  layers there is one place to cut, the one that least crosses, of equals the last.
 - Errors are as large as the values; a `Size` has none.
 - Saved activations: each value is kept by the layer that first reads it; an in-place result or a view lives in the
   storage of the source made last and is not counted again. What kernels keep for themselves (cuDNN's reserve,
@@ -20,6 +21,7 @@ once, every value that was made before it and is needed after it, passed along s
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -169,21 +171,21 @@ def _is_size(node: _Node) -> bool:
     return node.description.startswith("Size(")
 
 
-def _groups(graph: _Graph, order: list[str], inputs: set[str]) -> list[list[str]]:
-    """Layers: each node that takes time or has parameters, with the free ones that follow it."""
-    groups: list[list[str]] = []
-    leading: list[str] = []
-    for name in order:
-        if name in inputs:
-            continue
-        if not graph.nodes[name].free:
-            groups.append([*leading, name])
-            leading = []
-        elif groups:
-            groups[-1].append(name)
-        else:
-            leading.append(name)
-    return groups or ([leading] if leading else [])
+def _groups(graph: _Graph, order: list[str], inputs: set[str], errors: set[str]) -> list[list[str]]:
+    """Layers: each node that takes time or has parameters, with the free ones around it.
+
+    Free nodes between two others go with the one or the other so that least crosses, of equals with the first.
+    """
+    names = [name for name in order if name not in inputs]
+    timed = [place for place, name in enumerate(names) if not graph.nodes[name].free]
+    if not timed:
+        return [names] if names else []
+    each = {name: place for place, name in enumerate(names)}
+    ahead, back = (row[0] for row in _boundaries(graph, each, len(names), errors))
+    starts = [0]
+    for before, after in itertools.pairwise(timed):
+        starts.append(1 + min(range(after - 1, before - 1, -1), key=lambda place: ahead[place] + back[place]))
+    return [names[first:stop] for first, stop in itertools.pairwise((*starts, len(names)))]
 
 
 def _with_error(graph: _Graph, order: list[str], inputs: set[str]) -> set[str]:
@@ -269,11 +271,11 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
         and graph.nodes[name].parameters == 0
         and (graph.nodes[name].free or graph.nodes[name].description.startswith("Input"))
     }
-    groups = _groups(graph, order, inputs)
+    errors = _with_error(graph, order, inputs)
+    groups = _groups(graph, order, inputs, errors)
     if not groups:
         raise FileFormatError(f"{path} has inputs but no layers; is it a PipeDream graph.txt?")
     layer_of = {name: index for index, group in enumerate(groups) for name in group}
-    errors = _with_error(graph, order, inputs)
     boundary_forward, boundary_backward = _boundaries(graph, layer_of, len(groups), errors)
 
     def total(field: str) -> tuple[float, ...]:

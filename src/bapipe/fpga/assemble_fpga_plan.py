@@ -179,8 +179,8 @@ def _why_no_replicas(found: FpgaExploration, faster: Sequence[DataParallel], tim
     return (
         f"data parallelism as {', '.join(item.variant for item in faster)} is faster by its formula, by up to "
         f"{1 - (best.time or 0.0) / time:.1%}, but cannot be this plan: images enter the chain at its first "
-        f"board, and it needs them at every board ({shares} of {found.global_batch}); the cluster describes no such "
-        "input, and nothing counts what it costs"
+        f"board, and it needs them at every board ({shares} of {found.global_batch}); the cluster describes no "
+        "such input, and nothing counts what it costs"
     )
 
 

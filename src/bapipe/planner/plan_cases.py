@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain, Floats
-from bapipe.hardware.cluster import Cluster
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time, network_of
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.stage_tables import StageTables
@@ -204,7 +203,7 @@ class PlanCases:
 
     def times(self, order: PlannedOrder, cases: Ints) -> Floats | None:
         """Seconds of some cases in this order; None where links are shared, so that each is simulated alone."""
-        if _shares_links(self.hardware.cluster):
+        if self.hardware.cluster.shares_links:
             return None
         schedule = with_update(
             with_recompute(order.schedule, order.recompute) if order.recompute else order.schedule
@@ -235,9 +234,3 @@ class PlanCases:
         """One case in this order."""
         stages = self.stages(case, order.recompute)
         return Candidate(label=label, chain=self.chain, stages=stages, schedule=order.schedule)
-
-
-def _shares_links(cluster: Cluster) -> bool:
-    """Whether two transfers may wait for each other, by directions of a link or by a bus."""
-    links = [cluster.within, *cluster.pairs.values(), *([] if cluster.between is None else [cluster.between])]
-    return cluster.bus_bandwidth is not None or any(link.duplex == "half" for link in links)

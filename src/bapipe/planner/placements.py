@@ -17,10 +17,13 @@ def replica_counts(
 ) -> Iterator[tuple[int, ...]]:
     """All ways to deal some of so many accelerators to stages: how many each stage gets.
 
-    Exactly `stages` of one accelerator each, where that is given; else up to `most_stages`, with several
-    accelerators each only where `replicas` are allowed. Those that use most accelerators come first.
+    Exactly `stages` of one accelerator each, where that is given, or one stage of several; else up to
+    `most_stages`, with several accelerators each only where `replicas` are allowed. Those that use most
+    accelerators come first.
     """
     if stages is not None:
+        if stages == 1 and replicas:
+            yield from ((count,) for count in range(accelerators, 1, -1))
         yield (1,) * stages
         return
     for used in range(accelerators, 0, -1):

@@ -141,14 +141,15 @@ class PlanCases:
 
         A stage begins when a micro-batch has come through those before it, and has its share of the work to do.
         With K in flight, every K-th micro-batch starts after a round trip through the stages behind. What is last
-        there goes back through all the stages before it, each of which then takes its optimizer step.
+        there goes back through all the stages before it, each of which then takes its optimizer step. A stage may
+        recompute while it waits for an error, so that this is work and on no way back.
         """
         own, count = self._seconds, len(self.counts)
         ahead, back = self._sends
         again = np.zeros((count, 1))
         again[list(order.recompute)] = 1.0
         answer = own["input_gradient"] if order.parted else own["backward"]
-        answer = answer + again * own["forward"]
+        again = again * own["forward"]
         later = own["weight_gradient"] if order.parted else np.zeros_like(answer)
         step = own["all_reduce"] + own["update"]
         trip = np.zeros((count, len(self)))
@@ -164,7 +165,7 @@ class PlanCases:
                 tail = np.maximum(later[stage] + step[stage], back[stage - 1] + answer[stage - 1] + tail)
             rounds = -(-self.microbatches // self.counts[stage])
             turns = (rounds - 1) // order.inflight[stage] + 1
-            work = own["forward"][stage] + answer[stage]
+            work = own["forward"][stage] + again[stage] + answer[stage]
             found = np.maximum(found, begin + np.maximum(rounds * work, turns * trip[stage]) + tail)
             found = np.maximum(found, begin + rounds * (work + later[stage]) + step[stage])
         return found

@@ -4,8 +4,9 @@
     <tab>nodeA -- nodeB
 
 Times are milliseconds, sizes bytes; activation_size may be a list "[a; b]", which counts as its sum. The graph is
-a DAG; the nodes are put in a row (by their numbers, where the edges allow) and a cut between two of them carries,
-once, every value that was made before it and is needed after it, passed along stage by stage.
+a DAG; the nodes are put in a row (by their numbers, where the edges allow, or as a pipeline is cut best) and a cut
+between two of them carries, once, every value that was made before it and is needed after it, passed along stage
+by stage.
 
 - Nodes that nothing feeds, without parameters, named Input or free of time, are inputs of the model, not layers:
   their time (loading of data) is left out, and their values count in the forward direction only.
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from bapipe.costs.fields import COST_FIELDS, CostTable, Rows, as_tuples
+from bapipe.costs.graph_orders import best_row
 from bapipe.costs.profile import Profile, ProfiledLayer
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.io.files import read_text
@@ -250,11 +252,14 @@ def _saved_activations(graph: _Graph, order: list[str], layer_of: dict[str, int]
     return tuple(saved_activations)
 
 
-def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profile:
+def read_pipedream_graph(
+    path: str | Path, *, batch: int | None = None, pipeline: tuple[int, float] | None = None
+) -> Profile:
     """The profile of a graph.txt, at the one micro-batch size `batch` that it was measured with.
 
     The file does not say it. None: of a convolutional network as its activations have it, else 128, which the
-    table's description says; PipeDream's GNMT is of 32.
+    table's description says; PipeDream's GNMT is of 32. `pipeline` has the accelerators and the links' bytes/s for
+    which the row of nodes of a branched graph is chosen (`best_row`); None: by their numbers.
     """
     if batch is not None and batch < 1:
         raise BaPipeError(
@@ -271,6 +276,9 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
         and graph.nodes[name].parameters == 0
         and (graph.nodes[name].free or graph.nodes[name].description.startswith("Input"))
     }
+    numbered = order
+    if pipeline is not None:
+        order = _placed(graph, order, inputs, *pipeline)
     errors = _with_error(graph, order, inputs)
     groups = _groups(graph, order, inputs, errors)
     if not groups:
@@ -288,7 +296,8 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
     table = CostTable(
         source="measured",
         description=f"PipeDream's published profile {Path(path).name} (msr-fiddle/pipedream, MIT), V100-class "
-        f"GPU, fp32, batch {size}{assumed}; optimizer step not in the file",
+        f"GPU, fp32, batch {size}{assumed}; optimizer step not in the file"
+        + ("" if order == numbered else "; nodes in another order than by number"),
         microbatches=(size,),
         forward=(total("forward"),),
         backward=(total("backward"),),
@@ -307,6 +316,20 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
         accelerators={PIPEDREAM_ACCELERATOR: table},
         input_bytes=sum(graph.nodes[name].activation for name in inputs) / size,
     )
+
+
+def _placed(graph: _Graph, order: list[str], inputs: set[str], stages: int, bandwidth: float) -> list[str]:
+    """The nodes in the order that up to so many stages over such links are cut best from, inputs first."""
+    names = [name for name in order if name not in inputs]
+    row = best_row(
+        names,
+        {name: graph.after[name] for name in names},
+        work={name: graph.nodes[name].forward + graph.nodes[name].backward for name in names},
+        sizes={name: graph.nodes[name].activation for name in names},
+        stages=stages,
+        bandwidth=bandwidth,
+    )
+    return order if row == names else [*(name for name in order if name in inputs), *row]
 
 
 def _inferred_batch(nodes: Iterable[_Node]) -> int | None:

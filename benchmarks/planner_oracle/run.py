@@ -70,16 +70,25 @@ def against_itself(seed: int) -> dict[str, Any]:
     """One pair of problems, of which the second allows all that the first does."""
     check = check_of(seed)
     row: dict[str, Any] = {"seed": seed, "kind": check.kind}
-    rates = []
+    plans: list[Evaluation | None] = []
     for problem in (check.less, check.more):
         try:
-            rates.append(explore(problem.profile, problem.cluster, problem.request).best.throughput)
+            plans.append(explore(problem.profile, problem.cluster, problem.request).best)
         except InfeasibleError:
-            rates.append(0.0)
-    less, more = rates
+            plans.append(None)
+    less, more = (0.0 if own is None else own.throughput for own in plans)
     row["slower"] = 0.0 if less == 0 else float("inf") if more == 0 else less / more - 1
     row["outcome"] = "neither fits" if more == less == 0 else "slower" if row["slower"] > EQUAL else "monotone"
+    if row["outcome"] == "slower" and check.kind == "batch" and plans[0] is not None and _backs_once(plans[0]):
+        every = fastest_plan(check.more)
+        if every.evaluation is None or every.rate <= more * (1 + EQUAL):
+            row["outcome"] = "accumulation does not fit"
     return row
+
+
+def _backs_once(found: Evaluation) -> bool:
+    """Whether no accelerator has a second backward: one adds to gradients, which must be held beside its own."""
+    return found.schedule.num_microbatches <= min(len(ranks) for ranks in found.schedule.placement)
 
 
 class Answers:

@@ -186,3 +186,27 @@ def test_published_gnmt() -> None:
     assert boundary["node10 Dropout"] == 2 * size
     assert boundary["node21 Embedding"] == 2 * size
     assert len(profile.layers) == 17
+
+
+@pytest.mark.parametrize(("sizes", "crosses"), [((80, 10, 40), 10), ((10, 80, 40), 10), ((40, 40, 8), 8)])
+def test_nodes_of_no_time_go_with_the_neighbour_by_which_least_crosses(
+    tmp_path: Path, sizes: tuple[int, int, int], crosses: int
+) -> None:
+    """Op -> free -> free -> Op: one place to cut, after the smallest value."""
+    nodes = [node(number + 1, forward=float(number == 0), size=str(size)) for number, size in enumerate(sizes)]
+    text = "".join([*nodes, node(4), *(f"\tnode{number} -- node{number + 1}\n" for number in (1, 2, 3))])
+    profile = read(tmp_path, text)
+    assert [layer.name for layer in profile.layers] == ["node1 Op", "node4 Op"]
+    assert table(profile).boundary_forward == ((crosses, 0.0),)
+
+
+def test_the_row_of_a_branched_graph_is_chosen_for_the_pipeline(tmp_path: Path) -> None:
+    """1 -> 2 -> 3 -> 5 and 1 -> 4 -> 5: two stages are even with 4 in the first."""
+    times = {1: 1.0, 2: 2.0, 3: 3.0, 4: 2.0, 5: 1.0}
+    edges = "".join(f"\tnode{a} -- node{b}\n" for a, b in ((1, 2), (2, 3), (3, 5), (1, 4), (4, 5)))
+    text = "".join(node(number, forward=value) for number, value in times.items()) + edges
+    assert [layer.name[:5] for layer in read(tmp_path, text).layers] == [f"node{index}" for index in range(1, 6)]
+    chosen = read_pipedream_graph(tmp_path / "made.graph.txt", batch=1, pipeline=(2, 1e12))
+    assert {layer.name[:5] for layer in chosen.layers[:3]} == {"node1", "node2", "node4"}
+    assert "in another order than by number" in table(chosen).description
+    assert "order" not in table(read_pipedream_graph(tmp_path / "made.graph.txt", pipeline=(1, 1e12))).description

@@ -84,6 +84,17 @@ def test_1f1b_wins_where_features_spill_and_layers_need_no_refill() -> None:
     assert "streams on" in make_fpga_plan(again).notes[0]
 
 
+def test_a_faster_alternative_is_said_with_why_it_is_not_the_plan() -> None:
+    found = explore_fpga(LIKE, cluster_of(4), Request(global_batch=16))
+    plan = make_fpga_plan(found)
+    faster = [item for item in plan.alternatives if item.time is not None and item.time < plan.prediction.time]
+    assert faster
+    assert all("by formula" in item.reason and "needs images at every board" in item.reason for item in faster)
+    assert any("cannot be this plan" in note and "4, 4, 4, 4 of 16" in note for note in plan.notes)
+    slower = [item for item in plan.alternatives if item not in faster]
+    assert not any("by formula" in item.reason for item in slower)
+
+
 def test_fluid_is_never_slower_than_whole_tiles() -> None:
     for count in (1, 2, 3):
         whole = explore_fpga(CHAIN, cluster_of(count), Request(global_batch=16))

@@ -202,3 +202,37 @@ def test_every_order_that_is_tried_can_be_run(name: str) -> None:
         if space.allows(counts):
             for order in itertools.islice(space.every(counts, 5), 0, None, 7):
                 require_valid(with_update(order.schedule), sends="windowed")
+
+
+@pytest.mark.parametrize(
+    ("work", "saved", "weights", "boundary"),
+    [
+        ([3.0, 1.0, 5.0], [1.0, 2.0, 2.0], [2.0, 2.0, 1.0], [0.0, 1.0, 0.0]),
+        ([2.0, 5.0, 5.0], [2.0, 2.0, 2.0], [1.0, 1.0, 3.0], [2.0, 2.0, 0.0]),
+        ([1.0, 2.0, 5.0], [4.0, 2.0, 4.0], [2.0, 1.0, 1.0], [0.0, 2.0, 0.0]),
+    ],
+)
+def test_more_memory_is_never_slower_where_recomputation_pays(
+    work: list[float], saved: list[float], weights: list[float], boundary: list[float]
+) -> None:
+    """With more memory a plan without recomputation fits, which is slower than the one with it."""
+    profile = made_profile({"x": work}, boundary=boundary, weights=weights, saved_activations=saved, sizes=(1,))
+    before = 0.0
+    for memory in (14, 16, 18, 20, 24, 28, 32):
+        cluster = made_cluster({"x": 2}, bandwidth=1.0, memory=float(memory))
+        try:
+            found = explore(profile, cluster, Request(global_batch=6, schedule="1f1b")).best.throughput
+        except InfeasibleError:
+            found = 0.0
+        assert found >= before * (1 - 1e-3)
+        before = found
+
+
+def test_one_stage_may_have_fewer_replicas_than_there_are_accelerators() -> None:
+    """Eight micro-batches do not go round five replicas, but they go round four."""
+    assert list(replica_counts(3, stages=1, most_stages=8, replicas=True)) == [(3,), (2,), (1,)]
+    profile = made_profile({"x": [1.0, 1.0]}, weights=[1.0, 1.0], sizes=(1,))
+    request = Request(global_batch=8, microbatch=1, stages=1)
+    four, five = (explore(profile, made_cluster({"x": count}), request).best for count in (4, 5))
+    assert five.throughput >= four.throughput * (1 - 1e-9)
+    assert len(five.candidate.stages[0].accelerators) == 4

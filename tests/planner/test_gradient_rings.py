@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bapipe.hardware.cluster import Accelerator, Cluster, Link
-from bapipe.planner.gradient_rings import all_reduce_time
+from bapipe.hardware.cluster import Accelerator, Cluster, Level, Link, Uplink
+from bapipe.planner.gradient_rings import all_reduce_time, shared_uplinks
 from made_profiles import made_cluster
 
 SIZE = 1200.0
@@ -64,3 +64,44 @@ def test_cpus_are_one_ring() -> None:
 def test_more_replicas_never_take_less() -> None:
     times = [all_reduce_time(cluster(nodes, 8), tuple(range(8 * nodes)), SIZE) for nodes in range(3, 40)]
     assert times == sorted(times)
+
+
+def levelled(racks: int, nodes: int, each: int, *, uplink: float, rack_uplink: float | None = None) -> Cluster:
+    """Racks of nodes; every node has an uplink, every rack a link of 20 between its nodes."""
+    rack = Level(
+        name="rack",
+        link=Link(bandwidth=20.0, latency=0.05),
+        uplink=None if rack_uplink is None else Uplink(bandwidth=rack_uplink),
+    )
+    host = Level(name="host", over="accelerators", uplink=Uplink(bandwidth=uplink))
+    flat = cluster(racks * nodes, each)
+    placed = tuple(
+        replace(item, groups=(item.node, f"rack{index // (nodes * each)}"))
+        for index, item in enumerate(flat.accelerators)
+    )
+    return replace(flat, accelerators=placed, levels=(host, rack), between=BETWEEN)
+
+
+def test_edges_of_a_ring_share_the_uplinks_that_they_cross() -> None:
+    """A ring goes from node to node, so that each uplink has one edge; dealt members make no other ring."""
+    own = levelled(1, 2, 2, uplink=5.0)
+    for members in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        slowest = Link(bandwidth=5.0, latency=0.05)
+        assert all_reduce_time(own, members, SIZE) == pytest.approx(ring(4, slowest))
+    beside = shared_uplinks(own, [(0, 2), (1, 3)])
+    assert set(beside.values()) == {2}
+    halved = Link(bandwidth=2.5, latency=0.05)
+    assert all_reduce_time(own, (0, 2), SIZE, beside=beside) == pytest.approx(ring(2, halved))
+    assert shared_uplinks(own, [(0, 1), (2, 3)]) == {}
+
+
+def test_every_level_has_its_ring() -> None:
+    """Members take part with their own links: four of 20 in a node, within an uplink of 60."""
+    own = levelled(2, 4, 4, uplink=60.0, rack_uplink=30.0)
+    members = tuple(range(32))
+    within, node = ring(4, WITHIN), ring(4, Link(bandwidth=60.0, latency=0.05))
+    rack = ring(2, Link(bandwidth=30.0, latency=0.1))
+    assert all_reduce_time(own, members, SIZE) == pytest.approx(within + node + rack)
+    flat = ring(32, Link(bandwidth=10.0, latency=0.1))
+    assert all_reduce_time(own, members, SIZE) < flat
+    assert all_reduce_time(own, members[:-1], SIZE) == pytest.approx(ring(31, BETWEEN))

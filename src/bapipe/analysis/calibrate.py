@@ -181,4 +181,8 @@ def _link_changes(before: Cluster, after: Cluster) -> list[str]:
     for what, old, new in (("within", before.within, after.within), ("between", before.between, after.between)):
         if new is not None and new != old:
             lines.append(f"links {what} nodes: {1e6 * new.latency:.0f} µs and {new.bandwidth / 1e9:.3g} GB/s")
+    for one, other in zip(before.levels, after.levels, strict=True):
+        if other.link is not None and other.link != one.link:
+            rate = f"{1e6 * other.link.latency:.0f} µs and {other.link.bandwidth / 1e9:.3g} GB/s"
+            lines.append(f"links of level {other.name}: {rate}")
     return lines

@@ -34,7 +34,7 @@ class LinkEstimate:
     """One entry of the cluster's links, and what the transfers over it that were waited for took."""
 
     link: str
-    """`within` nodes, `between` nodes, or the pair, as `a/0 - a/1`"""
+    """`within` nodes, `between` nodes, a level's name, or the pair, as `a/0 - a/1`"""
     transfers: int
     """that were waited for"""
     bytes: float
@@ -47,8 +47,8 @@ class LinkEstimate:
     """measured / predicted, median over the transfers"""
     corrected: Link | None
     """with bandwidth / ratio and latency · ratio, so that it takes as long as was measured, and half of the
-    quartiles' distance as its spread; None: not known, because there are too few transfers, or because the links
-    of a node share a bus"""
+    quartiles' distance as its spread; None: not known, because there are too few transfers, or because they share
+    a bus or an uplink"""
 
 
 def estimate_links(plan: Plan, *measured: Timeline) -> tuple[LinkEstimate, ...]:
@@ -69,11 +69,11 @@ def estimate_links(plan: Plan, *measured: Timeline) -> tuple[LinkEstimate, ...]:
         stage = plan.stages[int(step.stages[source])]
         forward = step.kinds[source] == Kind.F
         size = stage.send_forward_bytes if forward else stage.send_backward_bytes
-        key, link, bandwidth = _entry(cluster, *ends)
+        key, link, bandwidth, alone = _entry(cluster, *ends)
         predicted = size / bandwidth + link.latency
         if predicted > 0 and seconds > 0:
             found.setdefault(key, []).append((size, predicted, seconds))
-            links[key] = link if bandwidth == link.bandwidth else None
+            links[key] = link if alone else None
     return tuple(_estimate(key, np.array(rows), links[key]) for key, rows in found.items())
 
 
@@ -89,17 +89,15 @@ def _waited_for(timeline: Timeline) -> list[tuple[int, int, float]]:
     ]
 
 
-def _entry(cluster: Cluster, first: int, second: int) -> tuple[str, Link, float]:
-    """Which of the cluster's links joins two accelerators, and the bytes/s that one transfer gets."""
+def _entry(cluster: Cluster, first: int, second: int) -> tuple[str, Link, float, bool]:
+    """Which of the cluster's links joins two accelerators, its bytes/s, and whether nothing but it sets them."""
     link = cluster.link(first, second)
     one, other = (cluster.accelerators[end] for end in (first, second))
-    key = next((f"{a.name} - {b.name}" for a, b in ((one, other), (other, one))
-                if f"{a.name} - {b.name}" in cluster.pairs), None)  # fmt: skip
-    same_node = one.node == other.node
     bandwidth = link.bandwidth
-    if same_node and cluster.bus_bandwidth is not None:
+    if one.node == other.node and cluster.bus_bandwidth is not None:
         bandwidth = min(bandwidth, cluster.bus_bandwidth)
-    return key or ("within" if same_node or cluster.between is None else "between"), link, bandwidth
+    alone = bandwidth == link.bandwidth and not any(cluster.uplinks(first, second))
+    return cluster.link_name(first, second), link, bandwidth, alone
 
 
 def _estimate(key: str, rows: np.ndarray, link: Link | None) -> LinkEstimate:
@@ -129,14 +127,15 @@ def correct_links(cluster: Cluster, estimates: Sequence[LinkEstimate]) -> Cluste
     if not links:
         seen = max((estimate.transfers for estimate in estimates), default=0)
         raise BaPipeError(
-            f"a link's correction needs {FEWEST_TRANSFERS} transfers over it that were waited for (and no bus), "
-            f"the run has {seen}; run more micro-batches, or measure the links with bapipe profile --links"
+            f"a link's correction needs {FEWEST_TRANSFERS} transfers over it that were waited for (and no bus or "
+            f"uplink), the run has {seen}; run more micro-batches, or measure links with bapipe profile --links"
         )
     return replace(
         cluster,
         within=links.get("within", cluster.within),
         between=links.get("between", cluster.between),
         pairs={key: links.get(key, link) for key, link in cluster.pairs.items()},
+        levels=tuple(replace(level, link=links.get(level.name, level.link)) for level in cluster.levels),
     )
 
 

@@ -213,9 +213,10 @@ def _of_type(kind: AcceleratorType, figure: str, value: float) -> AcceleratorTyp
 
 def _of_count(cluster: Cluster, count: int) -> Cluster:
     kinds = dict.fromkeys(item.type for item in cluster.accelerators)
-    if len(kinds) > 1 or len(cluster.nodes) > 1:
+    if len(kinds) > 1 or len(cluster.nodes) > 1 or cluster.levels:
         raise BaPipeError(
-            f"count needs alike accelerators of one node, got {', '.join(kinds)}; sweep another figure"
+            f"count needs alike accelerators of one node and no levels, got {', '.join(kinds)}; sweep another "
+            "figure"
         )
     if not 1 <= count <= MAX_ACCELERATORS:
         raise BaPipeError(f"count must be from 1 to {MAX_ACCELERATORS}, got {count}")
@@ -318,12 +319,15 @@ def _more_link(cluster: Cluster) -> Cluster:
     def wider(link: Link) -> Link:
         return dataclasses.replace(link, bandwidth=link.bandwidth * _GAIN)
 
-    return dataclasses.replace(
-        cluster,
-        within=wider(cluster.within),
-        between=None if cluster.between is None else wider(cluster.between),
-        pairs={key: wider(link) for key, link in cluster.pairs.items()},
+    levels = tuple(
+        level
+        if level.uplink is None
+        else dataclasses.replace(
+            level, uplink=dataclasses.replace(level.uplink, bandwidth=level.uplink.bandwidth * _GAIN)
+        )
+        for level in cluster.levels
     )
+    return dataclasses.replace(cluster, levels=levels).with_links(wider)
 
 
 def _faster(costs: Profile) -> Profile:

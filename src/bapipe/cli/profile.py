@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bapipe.cli.cluster_show import show_command
 from bapipe.cli.options import (
     PRECISION_HELP,
     model_options,
@@ -323,7 +324,10 @@ def merge_command(profiles: tuple[str, ...], out: str, replace_older: bool) -> N
 
 @click.group("cluster")
 def cluster_group() -> None:
-    """Describe this machine."""
+    """Describe this machine, and show what a cluster file says."""
+
+
+cluster_group.add_command(show_command)
 
 
 @cluster_group.command("detect")

@@ -4,12 +4,14 @@
     <tab>nodeA -- nodeB
 
 Times are milliseconds, sizes bytes; activation_size may be a list "[a; b]", which counts as its sum. The graph is
-a DAG; the nodes are put in a row (by their numbers, where the edges allow) and a cut between two of them carries,
-once, every value that was made before it and is needed after it, passed along stage by stage.
+a DAG; the nodes are put in a row (by their numbers, where the edges allow, or as a pipeline is cut best) and a cut
+between two of them carries, once, every value that was made before it and is needed after it, passed along stage
+by stage.
 
 - Nodes that nothing feeds, without parameters, named Input or free of time, are inputs of the model, not layers:
   their time (loading of data) is left out, and their values count in the forward direction only.
-- A node that takes no time and has no parameters (views, sums, tuple items) joins the layer before it.
+- A node that takes no time and has no parameters (views, sums, tuple items) joins a layer beside it: between two
+  layers there is one place to cut, the one that least crosses, of equals the last.
 - Errors are as large as the values; a `Size` has none.
 - Saved activations: each value is kept by the layer that first reads it; an in-place result or a view lives in the
   storage of the source made last and is not counted again. What kernels keep for themselves (cuDNN's reserve,
@@ -20,6 +22,7 @@ once, every value that was made before it and is needed after it, passed along s
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -30,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from bapipe.costs.fields import COST_FIELDS, CostTable, Rows, as_tuples
+from bapipe.costs.graph_orders import best_row
 from bapipe.costs.profile import Profile, ProfiledLayer
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.io.files import read_text
@@ -169,21 +173,21 @@ def _is_size(node: _Node) -> bool:
     return node.description.startswith("Size(")
 
 
-def _groups(graph: _Graph, order: list[str], inputs: set[str]) -> list[list[str]]:
-    """Layers: each node that takes time or has parameters, with the free ones that follow it."""
-    groups: list[list[str]] = []
-    leading: list[str] = []
-    for name in order:
-        if name in inputs:
-            continue
-        if not graph.nodes[name].free:
-            groups.append([*leading, name])
-            leading = []
-        elif groups:
-            groups[-1].append(name)
-        else:
-            leading.append(name)
-    return groups or ([leading] if leading else [])
+def _groups(graph: _Graph, order: list[str], inputs: set[str], errors: set[str]) -> list[list[str]]:
+    """Layers: each node that takes time or has parameters, with the free ones around it.
+
+    Free nodes between two others go with the one or the other so that least crosses, of equals with the first.
+    """
+    names = [name for name in order if name not in inputs]
+    timed = [place for place, name in enumerate(names) if not graph.nodes[name].free]
+    if not timed:
+        return [names] if names else []
+    each = {name: place for place, name in enumerate(names)}
+    ahead, back = (row[0] for row in _boundaries(graph, each, len(names), errors))
+    starts = [0]
+    for before, after in itertools.pairwise(timed):
+        starts.append(1 + min(range(after - 1, before - 1, -1), key=lambda place: ahead[place] + back[place]))
+    return [names[first:stop] for first, stop in itertools.pairwise((*starts, len(names)))]
 
 
 def _with_error(graph: _Graph, order: list[str], inputs: set[str]) -> set[str]:
@@ -248,11 +252,14 @@ def _saved_activations(graph: _Graph, order: list[str], layer_of: dict[str, int]
     return tuple(saved_activations)
 
 
-def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profile:
+def read_pipedream_graph(
+    path: str | Path, *, batch: int | None = None, pipeline: tuple[int, float] | None = None
+) -> Profile:
     """The profile of a graph.txt, at the one micro-batch size `batch` that it was measured with.
 
     The file does not say it. None: of a convolutional network as its activations have it, else 128, which the
-    table's description says; PipeDream's GNMT is of 32.
+    table's description says; PipeDream's GNMT is of 32. `pipeline` has the accelerators and the links' bytes/s for
+    which the row of nodes of a branched graph is chosen (`best_row`); None: by their numbers.
     """
     if batch is not None and batch < 1:
         raise BaPipeError(
@@ -269,11 +276,14 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
         and graph.nodes[name].parameters == 0
         and (graph.nodes[name].free or graph.nodes[name].description.startswith("Input"))
     }
-    groups = _groups(graph, order, inputs)
+    numbered = order
+    if pipeline is not None:
+        order = _placed(graph, order, inputs, *pipeline)
+    errors = _with_error(graph, order, inputs)
+    groups = _groups(graph, order, inputs, errors)
     if not groups:
         raise FileFormatError(f"{path} has inputs but no layers; is it a PipeDream graph.txt?")
     layer_of = {name: index for index, group in enumerate(groups) for name in group}
-    errors = _with_error(graph, order, inputs)
     boundary_forward, boundary_backward = _boundaries(graph, layer_of, len(groups), errors)
 
     def total(field: str) -> tuple[float, ...]:
@@ -286,7 +296,8 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
     table = CostTable(
         source="measured",
         description=f"PipeDream's published profile {Path(path).name} (msr-fiddle/pipedream, MIT), V100-class "
-        f"GPU, fp32, batch {size}{assumed}; optimizer step not in the file",
+        f"GPU, fp32, batch {size}{assumed}; optimizer step not in the file"
+        + ("" if order == numbered else "; nodes in another order than by number"),
         microbatches=(size,),
         forward=(total("forward"),),
         backward=(total("backward"),),
@@ -305,6 +316,20 @@ def read_pipedream_graph(path: str | Path, *, batch: int | None = None) -> Profi
         accelerators={PIPEDREAM_ACCELERATOR: table},
         input_bytes=sum(graph.nodes[name].activation for name in inputs) / size,
     )
+
+
+def _placed(graph: _Graph, order: list[str], inputs: set[str], stages: int, bandwidth: float) -> list[str]:
+    """The nodes in the order that up to so many stages over such links are cut best from, inputs first."""
+    names = [name for name in order if name not in inputs]
+    row = best_row(
+        names,
+        {name: graph.after[name] for name in names},
+        work={name: graph.nodes[name].forward + graph.nodes[name].backward for name in names},
+        sizes={name: graph.nodes[name].activation for name in names},
+        stages=stages,
+        bandwidth=bandwidth,
+    )
+    return order if row == names else [*(name for name in order if name in inputs), *row]
 
 
 def _inferred_batch(nodes: Iterable[_Node]) -> int | None:

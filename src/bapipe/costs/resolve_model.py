@@ -26,6 +26,7 @@ def load_profile(
     microbatches: Iterable[int],
     args: Mapping[str, Argument] | None = None,
     batch: int | None = None,
+    pipeline: tuple[int, float] | None = None,
 ) -> Profile:
     """The profile of what `spec` names.
 
@@ -33,7 +34,7 @@ def load_profile(
       that `precision` (None: fp32);
     - profile.json: as it is, whatever `types` and `microbatches`; another `precision` than its own is refused;
     - `*.graph.txt`: PipeDream's, measured at `batch` (None: inferred, or 128) and scaled to `microbatches` where
-      they differ;
+      they differ; `pipeline` as in `read_pipedream_graph`;
     - package.module:function: refused here, as it must be profiled first.
     """
     found = parse_model_spec(spec)
@@ -52,7 +53,7 @@ def load_profile(
         model = read_layer_table(text)
         return analytic_profile(model, types, precision=precision or DEFAULT_PRECISION, microbatches=microbatches)
     if found.kind == "graph":
-        profile = of_precision(read_pipedream_graph(text, batch=batch), precision)
+        profile = of_precision(read_pipedream_graph(text, batch=batch, pipeline=pipeline), precision)
         sizes = tuple(sorted(set(microbatches)))
         measured = all(table.microbatches == sizes for table in profile.accelerators.values())
         return profile if measured else scaled_profile(profile, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from bapipe.costs.optimizers import DEFAULT_OPTIMIZER
@@ -122,6 +123,8 @@ def _alternatives(found: FpgaExploration, time: float) -> tuple[Alternative, ...
     for way in found.alternatives:
         fullest = max(item.memory for item in way.replicas)
         reason = "does not fit" if way.time is None else f"{_pace(way.time, time)}; {_bound(way)}"
+        if way.time is not None and way.time < time:
+            reason = f"by formula {reason}; needs images at every board"
         alternatives.append(
             Alternative(
                 name=f"data parallelism, {way.variant}",
@@ -169,15 +172,23 @@ def schedule_reason(found: FpgaExploration) -> str:
     )
 
 
+def _why_no_replicas(found: FpgaExploration, faster: Sequence[DataParallel], time: float) -> str:
+    """Why data parallelism is not the plan though its formula has it faster."""
+    best = min(faster, key=lambda item: item.time or 0.0)
+    shares = ", ".join(str(item.images) for item in best.replicas)
+    return (
+        f"data parallelism as {', '.join(item.variant for item in faster)} is faster by its formula, by up to "
+        f"{1 - (best.time or 0.0) / time:.1%}, but cannot be this plan: images enter the chain at its first "
+        f"board, and it needs them at every board ({shares} of {found.global_batch}); the cluster describes no "
+        "such input, and nothing counts what it costs"
+    )
+
+
 def _notes(found: FpgaExploration, time: float) -> tuple[str, ...]:
     notes = [schedule_reason(found)]
     faster = [item for item in found.alternatives if item.time is not None and item.time < time]
     if faster:
-        best = min(faster, key=lambda item: item.time or 0.0)
-        notes.append(
-            f"data parallelism as {', '.join(item.variant for item in faster)} is faster here, by up to "
-            f"{1 - (best.time or 0.0) / time:.1%}: it needs every board to hold the whole network"
-        )
+        notes.append(_why_no_replicas(found, faster, time))
     notes.append(
         f"{found.tried} searches over schedule, micro-batch and boards; {found.parameters.allocation} allocation "
         "of DSPs"

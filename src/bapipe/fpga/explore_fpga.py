@@ -100,7 +100,8 @@ def explore_fpga(
 ) -> FpgaExploration:
     """Find the fastest pipeline over the boards in their cabled order, and weigh data parallelism beside it.
 
-    Data parallelism is shown among the alternatives and never chosen: whether it is slower depends on its variant.
+    Data parallelism is shown among the alternatives and never chosen: images enter a chain at its first board, and
+    a cluster describes no input of others.
     Raises InfeasibleError, saying what is short, if no pipeline fits.
     """
     request = request or Request()

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bapipe.errors import BaPipeError
 from bapipe.io.amounts import require_amounts
 
-__all__ = ["LEAST_RATE", "Accelerator", "AcceleratorType", "Cluster", "Efficiency", "Link", "is_fpga_cluster"]
+__all__ = [
+    "LEAST_RATE",
+    "Accelerator",
+    "AcceleratorType",
+    "Cluster",
+    "Efficiency",
+    "Level",
+    "Link",
+    "Uplink",
+    "is_fpga_cluster",
+]
 
 LEAST_RATE = 1e-9
 """bytes/s, FLOP/s or a share: less is 0, because times would not be finite"""
@@ -77,6 +88,8 @@ class Accelerator:
     """`node/index`"""
     type: str
     node: str
+    groups: tuple[str, ...] = ()
+    """its group at each of the cluster's levels, smallest first; "": none"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +113,32 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Uplink:
+    """What all transfers that leave or enter a group share."""
+
+    bandwidth: float
+    """bytes/s out of the group and as much into it (half duplex: of both together)"""
+    duplex: Literal["full", "half"] = "full"
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth >= LEAST_RATE:
+            raise BaPipeError(f"an uplink needs a bandwidth of more than 0, got {self.bandwidth:g}; correct it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """Groups of accelerators, such as the NVLink islands, nodes, racks or sites of a cluster, all alike."""
+
+    name: str
+    over: Literal["accelerators", "nodes"] = "nodes"
+    """what groups are made of: accelerators of one node, or whole nodes"""
+    link: Link | None = None
+    """between two accelerators whose smallest common group is of this level; None: as without the level"""
+    uplink: Uplink | None = None
+    """of every group; None: transfers across its edge do not share anything"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Accelerators and what connects them."""
 
@@ -120,6 +159,8 @@ class Cluster:
     """share of its rate that an all-reduce has beside a backward: less than 1 where both need the host's cores"""
     bus_bandwidth: float | None = None
     """aggregate bytes/s that all transfers within a node share; None: links are independent"""
+    levels: tuple[Level, ...] = ()
+    """groups of accelerators by which links differ, smallest first; each group lies in one of the next level"""
 
     def __post_init__(self) -> None:
         if not self.accelerators:
@@ -147,6 +188,7 @@ class Cluster:
                 raise BaPipeError(
                     f"a bus or collective needs a bandwidth of more than 0, got {rate:g}; correct it"
                 )
+        _require_levels(self)
 
     def __len__(self) -> int:
         return len(self.accelerators)
@@ -159,30 +201,125 @@ class Cluster:
         """Node names in order of first appearance."""
         return tuple(dict.fromkeys(accelerator.node for accelerator in self.accelerators))
 
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Every link that the cluster names: within nodes, between them, of pairs and of levels."""
+        found = [self.within, self.between, *self.pairs.values(), *(level.link for level in self.levels)]
+        return tuple(link for link in found if link is not None)
+
+    @property
+    def stage_links(self) -> tuple[Link, ...]:
+        """The links that neighbouring stages may have, fastest first: within nodes and between, or by level.
+
+        By level they are those of the first accelerator, with the uplinks on their way. Linear in their number.
+        """
+        if self.levels:
+            found = {self.link(0, other) for other in range(1, len(self))} or {self.within}
+            return tuple(sorted(found, key=lambda link: (-link.bandwidth, link.latency, link.duplex, link.spread)))
+        return (self.within,) if self.between is None else (self.within, self.between)
+
+    @property
+    def shares_links(self) -> bool:
+        """Whether two transfers may wait for each other: by the directions of a link, a bus or an uplink."""
+        uplinks = any(level.uplink is not None for level in self.levels)
+        return self.bus_bandwidth is not None or uplinks or any(link.duplex == "half" for link in self.links)
+
+    @property
+    def tells_places(self) -> bool:
+        """Whether it matters in which node or group an accelerator is."""
+        return self.between is not None or self.bus_bandwidth is not None or bool(self.levels)
+
+    def place(self, index: int) -> tuple[str, ...]:
+        """The groups of an accelerator, the largest first, its node among them."""
+        item = self.accelerators[index]
+        inside = sum(level.over == "accelerators" for level in self.levels)
+        return (*item.groups[inside:][::-1], item.node, *item.groups[:inside][::-1])
+
     def with_links(self, changed: Callable[[Link], Link]) -> Cluster:
-        """The cluster with every link as `changed` makes it; an explicit collective or bus rate stays."""
+        """The cluster with every link as `changed` makes it; a collective's, bus's or uplink's rate stays."""
         return replace(
             self,
             within=changed(self.within),
             between=None if self.between is None else changed(self.between),
             pairs={key: changed(link) for key, link in self.pairs.items()},
+            levels=tuple(
+                level if level.link is None else replace(level, link=changed(level.link)) for level in self.levels
+            ),
         )
 
     def connected(self, first: int, second: int) -> bool:
         return self.topology == "full" or abs(first - second) == 1
 
     def link(self, first: int, second: int) -> Link:
-        """The link between two accelerators, by index."""
+        """The link between two accelerators, by index, as fast as the uplinks on its way let it be."""
+        link = self._named_link(first, second)[1]
+        if self.levels:
+            least = min((uplink.bandwidth for _, uplink in self.uplinks(first, second)), default=link.bandwidth)
+            return link if least >= link.bandwidth else replace(link, bandwidth=least)
+        return link
+
+    def link_name(self, first: int, second: int) -> str:
+        """What the link between two accelerators is called: "within", "between", a level's name, or a pair."""
+        return self._named_link(first, second)[0]
+
+    def _named_link(self, first: int, second: int) -> tuple[str, Link]:
         one, other = self.accelerators[first], self.accelerators[second]
         if self.pairs:
             for key in (f"{one.name} - {other.name}", f"{other.name} - {one.name}"):
                 if key in self.pairs:
-                    return self.pairs[key]
+                    return key, self.pairs[key]
         if not self.connected(first, second):
             raise BaPipeError(f"{one.name} and {other.name} are not neighbours in the chain; reorder the stages")
-        if one.node == other.node or self.between is None:
-            return self.within
-        return self.between
+        together = one.node == other.node
+        for level, own, its in zip(self.levels, one.groups, other.groups, strict=True):
+            if together and level.over == "nodes":
+                break
+            if level.link is not None and own == its != "":
+                return level.name, level.link
+        if together or self.between is None:
+            return "within", self.within
+        return "between", self.between
+
+    def uplinks(self, source: int, target: int) -> Iterator[tuple[tuple[object, ...], Uplink]]:
+        """The uplinks that a transfer crosses, each with what all that share it have in common."""
+        one, other = self.accelerators[source], self.accelerators[target]
+        for level, own, its in zip(self.levels, one.groups, other.groups, strict=True):
+            if level.uplink is None or own == its:
+                continue
+            for group, way in ((own, "out"), (its, "in")):
+                if group:
+                    both = level.uplink.duplex == "half"
+                    yield ("uplink", level.name, group, "both" if both else way), level.uplink
+
+
+def _require_levels(cluster: Cluster) -> None:
+    """Refuse levels that do not lie in one another, or that accelerators do not know."""
+    if not cluster.levels:
+        return
+    names = [level.name for level in cluster.levels]
+    if len(set(names)) < len(names) or {"", "within", "between"} & set(names):
+        raise BaPipeError(f"levels need names of their own, got {', '.join(names)[:60]}; rename one")
+    if cluster.topology == "chain":
+        raise BaPipeError("a chain has links between neighbours alone and no levels; leave one of both out")
+    inside = [level.over == "accelerators" for level in cluster.levels]
+    if inside != sorted(inside, reverse=True):
+        raise BaPipeError("levels over nodes come after those within nodes; reorder [[levels]]")
+    around: dict[tuple[int, str], str] = {}
+    """of a group at a place of the hierarchy, its group at the next"""
+    for item in cluster.accelerators:
+        if len(item.groups) != len(cluster.levels):
+            raise BaPipeError(
+                f"accelerator '{item.name[:60]}' has {len(item.groups)} groups at {len(cluster.levels)} levels; "
+                "give it one for each"
+            )
+        rows = [*item.groups[: sum(inside)], item.node, *item.groups[sum(inside) :]]
+        whole = [*names[: sum(inside)], "node", *names[sum(inside) :]]
+        for place, (group, beyond) in enumerate(itertools.pairwise(rows)):
+            if group and around.setdefault((place, group), beyond) != beyond:
+                raise BaPipeError(
+                    f"{whole[place]} '{group[:60]}' lies in two groups of level '{whole[place + 1][:60]}' or only "
+                    "partly in one; groups must lie in one another"
+                )
 
 
 def is_fpga_cluster(cluster: Cluster) -> bool:

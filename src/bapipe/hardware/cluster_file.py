@@ -11,9 +11,10 @@ from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.hardware.catalog import catalog_aliases, find_type, load_catalog
 from bapipe.hardware.catalog.accelerator_types import TypeEntry, accelerator_type
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.hardware.cluster_levels import LevelEntry, joins_all, read_levels
+from bapipe.hardware.link_entries import LinkEntry, read_bandwidth, read_link
 from bapipe.io.decode import decode
 from bapipe.io.files import load_toml, parse_toml
-from bapipe.units import parse_bandwidth, parse_seconds, parse_share
 
 __all__ = [
     "CLUSTER_SCHEMA",
@@ -41,26 +42,16 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LinkEntry:
-    bandwidth: str | float
-    latency: str | float = 0.0
-    duplex: Literal["full", "half"] = "full"
-    spread: str | float = 0.0
+class _PairEntry(LinkEntry):
+    """[[links.pair]]."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PairEntry:
     between: tuple[str, ...]
-    bandwidth: str | float
-    latency: str | float = 0.0
-    duplex: Literal["full", "half"] = "full"
-    spread: str | float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Links:
-    within: _LinkEntry | None = None
-    between: _LinkEntry | None = None
+    within: LinkEntry | None = None
+    between: LinkEntry | None = None
     pair: tuple[_PairEntry, ...] = ()
 
 
@@ -88,6 +79,7 @@ class _ClusterFile:
     links: _Links = field(default_factory=_Links)
     collective: _Collective | None = None
     bus: _Shared | None = None
+    levels: tuple[LevelEntry, ...] = ()
 
 
 def read_cluster(spec: str) -> Cluster:
@@ -183,11 +175,13 @@ def _cluster(data: dict[str, Any], path: str) -> Cluster:
         kind = _type_name(group.type, own, where=where)
         members += [(kind, group.node)] * _count(group.count, len(members), what=where)
     types = {kind: own[kind] if kind in own else find_type(kind) for kind, _ in members}
-    accelerators = _named(members)
+    levels, accelerators = read_levels(entry.levels, _named(members), path=path)
     names = [accelerator.name for accelerator in accelerators]
     within = _link(entry.links.within, where=f"{path}: links: within")
     between = _link(entry.links.between, where=f"{path}: links: between")
     nodes = dict.fromkeys(node for _, node in members)
+    if between is None and levels and joins_all(levels[-1], len(levels) - 1, accelerators):
+        between = levels[-1].link
     if len(nodes) > 1 and between is None:
         raise FileFormatError(
             f"{path}: {len(nodes)} nodes and no [links.between]; add it with the bandwidth between nodes"
@@ -203,6 +197,7 @@ def _cluster(data: dict[str, Any], path: str) -> Cluster:
         collective_bandwidth=_shared(entry.collective, where=f"{path}: collective"),
         collective_overlap=entry.collective.overlap if entry.collective else 1.0,
         bus_bandwidth=_shared(entry.bus, where=f"{path}: bus"),
+        levels=levels,
     )
 
 
@@ -218,27 +213,12 @@ def _type_name(name: str, own: dict[str, AcceleratorType], *, where: str) -> str
     return find_type(name).name
 
 
-def _bandwidth(value: str | float, *, where: str) -> float:
-    what = f"{where}: bandwidth"
-    rate = parse_bandwidth(value, what=what)
-    if not rate > 0:
-        raise FileFormatError(f"{what} must be more than 0, got {value}; correct it")
-    return rate
-
-
-def _link(entry: _LinkEntry | _PairEntry | None, *, where: str) -> Link | None:
-    if entry is None:
-        return None
-    return Link(
-        bandwidth=_bandwidth(entry.bandwidth, where=where),
-        latency=parse_seconds(entry.latency, what=f"{where}: latency"),
-        duplex=entry.duplex,
-        spread=parse_share(entry.spread, what=f"{where}: spread"),
-    )
+def _link(entry: LinkEntry | None, *, where: str) -> Link | None:
+    return None if entry is None else read_link(entry, where=where)
 
 
 def _shared(entry: _Shared | None, *, where: str) -> float | None:
-    return None if entry is None else _bandwidth(entry.bandwidth, where=where)
+    return None if entry is None else read_bandwidth(entry.bandwidth, where=where)
 
 
 def _pairs(entries: tuple[_PairEntry, ...], names: list[str], *, chain: bool, path: str) -> dict[str, Link]:
@@ -262,14 +242,12 @@ def _pairs(entries: tuple[_PairEntry, ...], names: list[str], *, chain: bool, pa
         key = f"{first} - {second}"
         if key in pairs:
             raise FileFormatError(f"{where}: {first} and {second} have two links; remove one")
-        link = _link(entry, where=where)
-        assert link is not None
-        pairs[key] = link
+        pairs[key] = read_link(entry, where=where)
     return pairs
 
 
 def with_link_bandwidth(cluster: Cluster, bytes_per_s: float) -> Cluster:
-    """The cluster with every link at that bandwidth; latencies and an explicit collective or bus rate stay."""
+    """The cluster with every link at that bandwidth; latencies and a collective's, bus's or uplink's rate stay."""
     if not bytes_per_s > 0:
         raise BaPipeError(f"a link needs a bandwidth of more than 0, got {bytes_per_s:g}; correct it")
 

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping
 
-from bapipe.hardware.cluster import AcceleratorType, Cluster, Link
+from bapipe.hardware.cluster import AcceleratorType, Cluster, Level, Link
 
 __all__ = ["cluster_toml"]
 
@@ -36,6 +36,8 @@ def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
     for key, link in cluster.pairs.items():
         ends = ", ".join(_text(end) for end in key.split(" - "))
         lines += ["[[links.pair]]", f"between = [{ends}]", *_link(link), ""]
+    for place, level in enumerate(cluster.levels):
+        lines += ["[[levels]]", *_level(cluster, place, level), ""]
     for name in dict.fromkeys(accelerator.type for accelerator in cluster.accelerators):
         lines += [f"[types.{_text(name)}]", *_type(cluster.types[name]), ""]
     return "\n".join(lines)
@@ -56,6 +58,21 @@ def _table(values: Mapping[str, float | str]) -> str:
 def _link(link: Link) -> list[str]:
     lines = [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}", f"duplex = {_text(link.duplex)}"]
     return [*lines, f"spread = {link.spread!r}"] if link.spread else lines
+
+
+def _level(cluster: Cluster, place: int, level: Level) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for item in cluster.accelerators:
+        if item.groups[place]:
+            groups.setdefault(item.groups[place], []).append(_text(item.name))
+    members = ", ".join(f"{_text(group)} = [{', '.join(own)}]" for group, own in groups.items())
+    lines = [f"name = {_text(level.name)}", f"over = {_text(level.over)}", f"members = {{ {members} }}"]
+    if level.link is not None:
+        lines.append(f"link = {{ {', '.join(_link(level.link))} }}")
+    if level.uplink is not None:
+        values = {"bandwidth": level.uplink.bandwidth, "duplex": level.uplink.duplex}
+        lines.append(f"uplink = {_table(values)}")
+    return lines
 
 
 def _type(kind: AcceleratorType) -> list[str]:

@@ -57,7 +57,7 @@ class CutSearch:
         self.ruled_out = ""
         """why the last order was not simulated in any case: all too slow, or too full"""
         self.misses = 0
-        """faster plans that did not fit"""
+        """plans that may have been faster and did not fit"""
         fitting = [own for own in state.incumbents.by_family.values() if own.short is None]
         self.best = max(fitting, key=lambda own: own.throughput, default=None)
 
@@ -192,6 +192,7 @@ class CutSearch:
         least = cases.bound(order) + overhead
         soon, fit = least < pace * samples, cases.may_fit(order)
         self.ruled_out = "slow" if not soon.any() else "full" if not fit.any() else ""
+        self.misses += int((soon & ~fit).sum())
         chosen = np.flatnonzero(soon & fit)
         if not len(chosen):
             return None
@@ -307,12 +308,18 @@ class CutSearch:
         progress(f"{format_seconds(self.best.time)} per global batch, at most {gain:.1%} to gain", min(1.0, share))
 
     def sweep(self, shapes: list[Shape]) -> None:
-        """Try the usual orders of every shape, then all orders, then those with recomputation."""
+        """Try the usual orders of every shape, then all orders, then those with recomputation.
+
+        These have an allowance of their own: more memory, with which more plans without it are to be tried, must
+        not leave them out.
+        """
         tuning = self._state.tuning
         for shape in shapes:
             for order in shape.space.usual(shape.cases.counts, shape.cases.microbatches):
                 self.try_order(shape.space, shape.cases, order)
         for again in (False, True):
+            if again and self.misses:
+                self._steps = max(self._steps, tuning.recompute_share * self._effort.steps)
             for shape in shapes:
                 counts, microbatches = shape.cases.counts, shape.cases.microbatches
                 if shape.soonest >= self.pace or (again and not (shape.space.recompute and self.misses)):
@@ -321,10 +328,9 @@ class CutSearch:
                     self.open = min(self.open, shape.soonest)
                     continue
                 self.report(shape.soonest)
-                for chosen in _subsets(len(counts)) if again else ((),):
-                    if not self._every_order(shape, chosen):
-                        self.open = min(self.open, shape.soonest)
-                        return
+                if not all(self._every_order(shape, own) for own in (_subsets(len(counts)) if again else ((),))):
+                    self.open = min(self.open, shape.soonest)
+                    break
 
     def _every_order(self, shape: Shape, recompute: tuple[int, ...]) -> bool:
         """Try all orders of a shape; False where the effort does not reach to the last.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from bapipe.costs.stage_memory import StageBytes, stage_gradients, stages_bytes
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.gradient_rings import all_reduce_time, gradient_sum_time
+from bapipe.planner.gradient_rings import all_reduce_time, gradient_sum_time, shared_uplinks
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.planner.stand_ins import stand_ins
 from bapipe.records.plan import Plan
@@ -132,6 +132,8 @@ class Evaluation:
     """what each stage takes per micro-batch"""
     stage_bytes: tuple[StageBytes, ...]
     """what each stage holds, by part"""
+    crowding: Mapping[object, float] = field(default_factory=dict)
+    """of each uplink, the transfers of all copies that one of the schedule's stands for"""
 
     @property
     def samples(self) -> int:
@@ -165,8 +167,16 @@ class Evaluation:
         return (stage, lacking[stage]) if lacking[stage] > 0 else None
 
 
-def network_of(cluster: Cluster, ranks: tuple[int, ...], schedule: Schedule) -> Network:
-    """The routes between the ranks that talk to each other; amounts are bytes."""
+def network_of(
+    cluster: Cluster,
+    ranks: tuple[int, ...],
+    schedule: Schedule,
+    crowding: Mapping[object, float] | None = None,
+) -> Network:
+    """The routes between the ranks that talk to each other; amounts are bytes.
+
+    `crowding` has the transfers that one stands for on an uplink (`stand_ins`).
+    """
     routes = {}
     for boundary in range(schedule.num_stages - 1):
         # Not every replica talks to every other.
@@ -183,7 +193,13 @@ def network_of(cluster: Cluster, ranks: tuple[int, ...], schedule: Schedule) -> 
             elif link.duplex == "half":
                 shared = ("pair", min(source, target), max(source, target))
             for pair in ((source, target), (target, source)):
-                routes[pair] = Route(seconds_per_unit=1 / bandwidth, latency=link.latency, link=shared)
+                ends = ranks[pair[0]], ranks[pair[1]]
+                uplinks = tuple(
+                    (key, (crowding or {}).get(key, 1.0) / uplink.bandwidth)
+                    for key, uplink in cluster.uplinks(*ends)
+                )
+                slowest = max((1 / bandwidth, *(rate for _, rate in uplinks)))
+                routes[pair] = Route(seconds_per_unit=slowest, latency=link.latency, link=shared, uplinks=uplinks)
     return Network(routes=routes)
 
 
@@ -235,10 +251,11 @@ def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds, sche
         chain.profile, cluster, _divided(candidate), [stage.accelerators for stage in candidate.stages]
     )
     forward, backward = tuple(seconds.forward.tolist()), tuple(seconds.backward.tolist())
+    beside = shared_uplinks(cluster, [stage.accelerators for stage in candidate.stages])
     replicas = _replica_costs(candidate, cluster, summing)
     for index, stage in enumerate(candidate.stages):
         gradients = stage_gradients(chain, stage.first, stage.last)
-        whole = gradient_sum_time(cluster, stage.accelerators, gradients)
+        whole = gradient_sum_time(cluster, stage.accelerators, gradients, beside=beside)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
             bucket = gradient_sum_time(cluster, stage.accelerators, min(DDP_BUCKET, gradients))
             last = _ends_last(schedule, replicas)
@@ -329,9 +346,10 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
     seconds = seconds_of(candidate.chain, candidate.stages, hardware.cluster)
     costs = run_costs(candidate, hardware, seconds)
     ranks = accelerators_of_ranks(candidate)
+    crowding: Mapping[object, float] = {}
     if copies > 1:
-        schedule, ranks = stand_ins(schedule, ranks, copies, hardware.cluster)
-    timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule))
+        schedule, ranks, crowding = stand_ins(schedule, ranks, copies, hardware.cluster)
+    timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule, crowding))
     needed = stages_bytes(candidate.chain, [(stage.first, stage.last) for stage in candidate.stages], schedule)
     peaks = rank_peaks(
         schedule,
@@ -362,6 +380,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         inflight=_inflight(schedule, timeline),
         stage_seconds=seconds,
         stage_bytes=tuple(needed),
+        crowding=crowding,
     )
 
 

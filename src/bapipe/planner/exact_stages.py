@@ -24,18 +24,18 @@ def tries_replicas(state: SearchState, chain: Chain, family: Family) -> bool:
 def exact_stages(state: SearchState, scope: SizeScope, family: Family) -> list[tuple[Chain, list[StageChoice]]]:
     """The optimal stages of a family, each with the chain that they cut.
 
-    For the links within a node and between nodes: without replicas, with them, and with layers split where that is
-    asked for. Where nothing fits, the optimum without a memory limit, so that what is short can be named.
+    For the links within a node and between nodes, or of every level: without replicas, with them, and with layers
+    split where that is asked for. Where nothing fits, the optimum without a memory limit, so that what is short
+    can be named.
     """
     chain, request, hardware = scope.chain, scope.request, state.hardware
     count = len(state.cluster)
     depth = request.stages or (count if state.paper else None)
     if depth is not None:
         require_layers(chain, depth)
-    levels = [True] if state.cluster.between is None else [True, False]
     wide = tries_replicas(state, chain, family) and not state.paper and depth is None and count > 1
     found: list[tuple[Chain, list[StageChoice]]] = []
-    for fast in levels:
+    for link in state.cluster.stage_links:
         for replicas in (False, True) if wide else (False,):
             try:
                 stages = optimal(
@@ -45,7 +45,7 @@ def exact_stages(state: SearchState, scope: SizeScope, family: Family) -> list[t
                     scope.microbatches,
                     num_stages=depth,
                     replicas=replicas,
-                    fast_links=fast,
+                    link=link,
                     tuning=state.tuning,
                 )
             except InfeasibleError:
@@ -58,7 +58,7 @@ def exact_stages(state: SearchState, scope: SizeScope, family: Family) -> list[t
                     scope.microbatches,
                     num_stages=depth or min(count, len(chain)),
                     unlimited=True,
-                    fast_links=fast,
+                    link=link,
                     tuning=state.tuning,
                 )
             found.append((chain, stages))
@@ -66,7 +66,7 @@ def exact_stages(state: SearchState, scope: SizeScope, family: Family) -> list[t
                 finer = _finer(state, scope, stages)
                 if finer is not None:
                     found += split_stages(
-                        finer, stages, hardware, family, scope.microbatches, fast=fast, tuning=state.tuning
+                        finer, stages, hardware, family, scope.microbatches, link=link, tuning=state.tuning
                     )
     return found
 

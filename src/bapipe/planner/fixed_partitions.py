@@ -31,9 +31,7 @@ def _depth(chain: Chain, hardware: Hardware, request: Request) -> int:
 
 def _slowest(cluster: Cluster) -> Link:
     """The slowest link between neighbours."""
-    if cluster.between is None:
-        return cluster.within
-    return min(cluster.within, cluster.between, key=lambda item: item.bandwidth)
+    return min(cluster.stage_links, key=lambda item: item.bandwidth)
 
 
 def _transfer_of(link: Link) -> Callable[[Chain], Callable[[int], float]]:

@@ -1,62 +1,159 @@
-"""What it takes to sum the gradients of replicas: one ring, or rings within nodes and between them."""
+"""What it takes to sum the gradients of replicas: one ring, or rings within groups and between them."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from bapipe.hardware.cluster import Cluster, Link
 
-__all__ = ["all_reduce_time", "gradient_sum_time"]
+__all__ = ["all_reduce_time", "gradient_sum_time", "shared_uplinks"]
 
 _FEW_NODES = 2
 """nodes up to which a group is one ring"""
+_ALONE: Mapping[object, int] = {}
 
 
-def all_reduce_time(cluster: Cluster, members: tuple[int, ...], size: float) -> float:
+def all_reduce_time(
+    cluster: Cluster, members: tuple[int, ...], size: float, *, beside: Mapping[object, int] = _ALONE
+) -> float:
     """Seconds of an all-reduce of `size` bytes among these accelerators, by index. Linear in their number.
 
     A ring takes 2(r−1)/r of the bytes over its slowest link, or at the collective's own rate, and 2(r−1) of its
-    longest latency. GPUs of three nodes or more, several of each, may also reduce in two levels, as collective
-    libraries do: a ring in every node and one between the nodes, which takes the node's share over one link. The
-    faster of both counts. Smaller groups and CPUs, whose libraries do not, are one ring.
+    longest latency. Edges of the ring that cross one uplink share it; by levels the ring goes from group to group.
+    GPUs of three nodes or more, several of each, may also reduce in levels, as collective libraries do: a ring in
+    every group and one between the groups, which takes a group's share over one link, or where groups have uplinks
+    over the links of all its members and the uplink. The faster of both counts. Smaller groups and CPUs, whose
+    libraries do not, are one ring. `beside` has uplinks that so many all-reduces cross at once (`shared_uplinks`).
     """
     count = len(members)
     if count < 2:
         return 0.0
-    links = {_ring_link(cluster, a, b) for a, b in zip(members, (*members[1:], members[0]), strict=True)}
+    if cluster.levels:
+        members = tuple(sorted(members, key=lambda index: (cluster.place(index), index)))
+    edges = list(zip(members, (*members[1:], members[0]), strict=True))
+    links = {_ring_link(cluster, a, b) for a, b in edges}
     if cluster.collective_bandwidth is not None:
         bandwidth = cluster.collective_bandwidth
     else:
         bandwidth = min(_one_way(link) for link in links)
         if cluster.bus_bandwidth is not None:
             bandwidth = min(bandwidth, cluster.bus_bandwidth / count)
+        if cluster.levels:
+            bandwidth = min(bandwidth, _uplink_rate(cluster, edges, beside))
     flat = _ring(count, size, bandwidth, max(link.latency for link in links))
-    return min(flat, _two_levels(cluster, members, size))
+    return min(flat, (_by_levels if cluster.levels else _two_levels)(cluster, members, size, beside))
 
 
-def gradient_sum_time(cluster: Cluster, members: tuple[int, ...], gradients: float) -> float:
+def shared_uplinks(cluster: Cluster, groups: Iterable[Sequence[int]]) -> dict[object, int]:
+    """Of all-reduces among these groups of accelerators, how many cross each uplink: as if all were at once."""
+    found: Counter[object] = Counter()
+    if any(level.uplink is not None for level in cluster.levels):
+        for members in groups:
+            places = sorted(members, key=lambda index: (cluster.place(index), index))
+            edges = zip(places, (*places[1:], places[0]), strict=True) if len(places) > 1 else ()
+            found.update({key for ends in edges for key, _ in cluster.uplinks(*ends)})
+    return {key: count for key, count in found.items() if count > 1}
+
+
+def gradient_sum_time(
+    cluster: Cluster, members: tuple[int, ...], gradients: float, *, beside: Mapping[object, int] = _ALONE
+) -> float:
     """Seconds to sum so many bytes of gradients of replicas; where all is frozen nothing is sent."""
-    return all_reduce_time(cluster, members, gradients) if gradients > 0 else 0.0
+    return all_reduce_time(cluster, members, gradients, beside=beside) if gradients > 0 else 0.0
 
 
 def _ring(count: int, size: float, bandwidth: float, latency: float) -> float:
     return 2 * (count - 1) / count * size / bandwidth + 2 * (count - 1) * latency
 
 
-def _two_levels(cluster: Cluster, members: tuple[int, ...], size: float) -> float:
+def _uplink_rate(cluster: Cluster, edges: Iterable[tuple[int, int]], beside: Mapping[object, int]) -> float:
+    """Bytes/s that each edge of a ring has of the uplinks that it crosses with others."""
+    crossing: Counter[object] = Counter()
+    rates: dict[object, float] = {}
+    for ends in edges:
+        for key, uplink in cluster.uplinks(*ends):
+            crossing[key] += 1
+            rates[key] = uplink.bandwidth
+    return min((rate / crossing[key] / beside.get(key, 1) for key, rate in rates.items()), default=math.inf)
+
+
+def _levelled(cluster: Cluster, members: Sequence[int]) -> bool:
+    """Whether the group is of the kind that libraries may reduce in levels."""
+    if cluster.between is None or cluster.collective_bandwidth is not None:
+        return False
+    if cluster.pairs or cluster.topology != "full":
+        return False
+    nodes = {cluster.accelerators[index].node for index in members}
+    kinds = {cluster.accelerators[index].type for index in members}
+    return len(nodes) > _FEW_NODES and all(cluster.types[name].kind == "gpu" for name in kinds)
+
+
+def _two_levels(cluster: Cluster, members: tuple[int, ...], size: float, beside: Mapping[object, int]) -> float:
     """Rings within nodes, then between them; infinite where the group is not of that kind."""
+    del beside  # without levels there are no uplinks
+    if not _levelled(cluster, members):
+        return math.inf
     between, within = cluster.between, cluster.within
-    if between is None or cluster.collective_bandwidth is not None or cluster.pairs or cluster.topology != "full":
-        return float("inf")
+    assert between is not None
     nodes = Counter(cluster.accelerators[index].node for index in members)
     each = min(nodes.values())
-    gpus = all(cluster.types[name].kind == "gpu" for name in {cluster.accelerators[i].type for i in members})
-    if len(nodes) <= _FEW_NODES or each < 2 or max(nodes.values()) != each or not gpus:
-        return float("inf")
+    if each < 2 or max(nodes.values()) != each:
+        return math.inf
     inside = _one_way(within)
     if cluster.bus_bandwidth is not None:
         inside = min(inside, cluster.bus_bandwidth / each)
     return _ring(each, size, inside, within.latency) + _ring(len(nodes), size, _one_way(between), between.latency)
+
+
+def _by_levels(cluster: Cluster, members: tuple[int, ...], size: float, beside: Mapping[object, int]) -> float:
+    """Rings within the smallest groups, then between them, and so on; infinite where groups are not alike."""
+    if not _levelled(cluster, members):
+        return math.inf
+    places = [(*cluster.place(index), index) for index in members]
+    seconds, around = 0.0, 1
+    for depth in range(1, len(places[0]) + 1):
+        groups = Counter(place[:depth] for place in places)
+        parts = Counter(group[:-1] for group in groups)
+        count = len(groups) // around
+        if set(parts.values()) != {count} or len(set(groups.values())) > 1:
+            return math.inf
+        around = len(groups)
+        if count > 1:
+            each = len(members) // around
+            seconds += _between_groups(cluster, members, each, count, size, beside)
+    return seconds
+
+
+def _between_groups(
+    cluster: Cluster, members: Sequence[int], each: int, count: int, size: float, beside: Mapping[object, int]
+) -> float:
+    """A ring between so many neighbouring groups of `each` members, who all take part with their own links."""
+    ends = members[0], members[each]
+    link = cluster.link(*ends)
+    bandwidth, crossed = _one_way(link), list(cluster.uplinks(*ends))
+    if crossed:
+        bandwidth *= each
+        for key, uplink in crossed:
+            slices = members[:each], members[each : 2 * each]
+            sharing = max(sum(_crosses(cluster, key, index) for index in own) for own in slices)
+            rate = uplink.bandwidth / (2 if uplink.duplex == "half" else 1)
+            bandwidth = min(bandwidth, rate * each / sharing / beside.get(key, 1))
+    elif cluster.bus_bandwidth is not None and _one_node(cluster, ends):
+        bandwidth = min(bandwidth, cluster.bus_bandwidth / (each * count))
+    return _ring(count, size, bandwidth, link.latency)
+
+
+def _crosses(cluster: Cluster, key: tuple[object, ...], index: int) -> bool:
+    """Whether the accelerator is in the group whose uplink that is."""
+    _, level, group, _ = key
+    place = next(number for number, own in enumerate(cluster.levels) if own.name == level)
+    return cluster.accelerators[index].groups[place] == group
+
+
+def _one_node(cluster: Cluster, ends: tuple[int, int]) -> bool:
+    return cluster.accelerators[ends[0]].node == cluster.accelerators[ends[1]].node
 
 
 def _one_way(link: Link) -> float:

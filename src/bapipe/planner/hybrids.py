@@ -93,7 +93,7 @@ def copies_of(candidate: Candidate, number: int, cluster: Cluster) -> Iterator[C
     shape = "-".join([str(number)] * len(stages))
     schedule = replicated_pipelines([candidate.schedule] * number)
     label = f"{candidate.label.partition(',')[0]}, stages {shape}"
-    several = len({item.node for item in cluster.accelerators}) > 1
+    several = len({cluster.place(index) for index in range(len(cluster))}) > 1
     for near in (True, False) if several else (True,):
         placed = tuple(
             replace(

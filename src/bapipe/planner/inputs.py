@@ -60,8 +60,16 @@ def profile_for(
     """The profile of what `model` names on this cluster: where it is computed, at powers of two up to 128.
 
     A forced micro-batch is among the sizes. `precision` and `batch` are as in
-    `bapipe.costs.resolve_model.load_profile`.
+    `bapipe.costs.resolve_model.load_profile`. The nodes of a branched graph are put in the row that pipelines over
+    this cluster are cut best from.
     """
     sizes = {2**exponent for exponent in range(8)} | ({microbatch} if microbatch and microbatch > 0 else set())
     types = [cluster.types[name] for name in dict.fromkeys(item.type for item in cluster.accelerators)]
-    return load_profile(model, types=types, precision=precision, microbatches=sorted(sizes), batch=batch)
+    return load_profile(
+        model,
+        types=types,
+        precision=precision,
+        microbatches=sorted(sizes),
+        batch=batch,
+        pipeline=(len(cluster), cluster.stage_links[0].bandwidth),
+    )

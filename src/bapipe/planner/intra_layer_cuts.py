@@ -21,6 +21,7 @@ from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import every_run_bytes
 from bapipe.costs.stage_time import UnitSeconds, every_run
 from bapipe.errors import InfeasibleError
+from bapipe.hardware.cluster import Link
 from bapipe.planner.evaluate import Hardware, StageChoice
 from bapipe.planner.partition.paper.intra_layer import refine
 from bapipe.planner.partition.paper.stage_cuts import starts
@@ -58,7 +59,7 @@ def split_stages(
     hardware: Hardware,
     family: Family,
     microbatches: int,
-    fast: bool,
+    link: Link,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> Iterator[tuple[Chain, list[StageChoice]]]:
     """The optimum of as many stages on the finer chain, as if parts cost their share; then with what they cost."""
@@ -66,9 +67,7 @@ def split_stages(
         return
     # What does not fit by what is known before the cuts are may fit: `divided_stages` weighs more closely.
     with contextlib.suppress(InfeasibleError):
-        best = optimal(
-            finer, hardware, family, microbatches, num_stages=len(stages), fast_links=fast, tuning=tuning
-        )
+        best = optimal(finer, hardware, family, microbatches, num_stages=len(stages), link=link, tuning=tuning)
         yield finer, best
         stages = best
     if parts_cost_more(finer) and len(finer) * len(hardware.cluster) <= tuning.thorough_size:

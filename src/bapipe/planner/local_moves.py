@@ -41,16 +41,19 @@ def moved_cuts(cuts: Cuts, *, most: int) -> list[Cuts]:
 def swapped_orders(cluster: Cluster, order: Order, *, most: int) -> list[Order]:
     """The accelerators of the ranks, and the same with two of them swapped, or one for another that is idle.
 
-    Only of other types or nodes: the others are alike. Along a chain they stay.
+    Only of other types, nodes or groups: the others are alike. Also all of them in turn from their nodes, so that
+    replicas are apart, and node by node, so that they are together. Along a chain they stay.
     """
     found = {order: None}
     if cluster.topology == "chain":
         return [order]
+    for placed in _placed_anew(cluster, order):
+        found[placed] = None
 
     def differ(one: int, other: int) -> bool:
         first, second = cluster.accelerators[one], cluster.accelerators[other]
         apart = cluster.between is not None and first.node != second.node
-        return first.type != second.type or apart or bool(cluster.pairs)
+        return first.type != second.type or apart or first.groups != second.groups or bool(cluster.pairs)
 
     for one, other in itertools.combinations(range(len(order)), 2):
         if differ(order[one], order[other]):
@@ -62,6 +65,29 @@ def swapped_orders(cluster: Cluster, order: Order, *, most: int) -> list[Order]:
         if differ(order[place], index):
             found[(*order[:place], index, *order[place + 1 :])] = None
     return list(found)[:most]
+
+
+def _placed_anew(cluster: Cluster, order: Order) -> Iterator[Order]:
+    """The same accelerators group by group, and dealt from the groups in turn; each rank keeps its type."""
+    depth = len(cluster.place(0)) if cluster.tells_places else 0
+    for level in range(depth):
+        groups: dict[object, list[int]] = {}
+        for index in sorted(order):
+            groups.setdefault(cluster.place(index)[: level + 1], []).append(index)
+        if len(groups) < 2:
+            continue
+        rows = itertools.zip_longest(*groups.values())
+        together = [index for own in groups.values() for index in own]
+        for listed in (together, [index for row in rows for index in row if index is not None]):
+            yield _of_types(cluster, order, listed)
+
+
+def _of_types(cluster: Cluster, order: Order, listed: list[int]) -> Order:
+    """The listed accelerators, each type's in turn, at the ranks of `order` that have its type."""
+    queues: dict[str, list[int]] = {}
+    for index in reversed(listed):
+        queues.setdefault(cluster.accelerators[index].type, []).append(index)
+    return tuple(queues[cluster.accelerators[index].type].pop() for index in order)
 
 
 def other_shapes(

@@ -32,7 +32,7 @@ def moved_candidates(candidate: Candidate, cluster: Cluster) -> Iterator[Candida
         trial = [*cuts[:index], cuts[index] + by, *cuts[index + 1 :]]
         if all(before < after for before, after in itertools.pairwise([-1, *trial])):
             yield replace(candidate, stages=with_cuts(stages, trial), steps=())
-    mixed = bool(cluster.pairs) or cluster.between is not None
+    mixed = bool(cluster.pairs) or cluster.between is not None or bool(cluster.levels)
     if not mixed or cluster.topology == "chain" or candidate.schedule.num_ranks != len(stages):
         return
     kinds = [cluster.accelerators[stage.accelerators[0]].type for stage in stages]
@@ -97,7 +97,7 @@ def sampled_partitions(
         found: set[tuple[StageChoice, ...]] = set()
         for number in range(min(len(scenarios), tuning.sampled_partitions)):
             hardware, changed = scenarios.hardware(state.hardware, number), scenarios.chain(chain, number)
-            fast = state.cluster.between is None or bool(number % 2)
+            links = state.cluster.stage_links
             with contextlib.suppress(InfeasibleError):
                 made = optimal(
                     changed,
@@ -106,7 +106,7 @@ def sampled_partitions(
                     microbatches,
                     num_stages=request.stages or (len(state.cluster) if state.paper else None),
                     replicas=wide,
-                    fast_links=fast,
+                    link=links[-1 - number % len(links)],
                     tuning=tuning,
                 )
                 found.add(tuple(made))

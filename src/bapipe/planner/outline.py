@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.costs.segments import Chain
-from bapipe.hardware.cluster import Cluster
 from bapipe.planner.cluster_parts import Part, copies_on
 from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate
 from bapipe.planner.pipelines import Family, build
@@ -62,7 +61,7 @@ def outline(
     span = math.lcm(*(len(stage.accelerators) for stage in stages)) * _COMMON
     count = min(microbatches, _with_rest(8 * len(stages) + 2 * span, microbatches, span))
     for _ in range(_ATTEMPTS + 1):
-        if 2 * count >= microbatches or _shares_links(hardware.cluster):
+        if 2 * count >= microbatches or hardware.cluster.shares_links:
             break
         candidate = made(count)
         needed = microbatches_needed(candidate.schedule)
@@ -85,9 +84,3 @@ def outline(
 def _with_rest(least: int, microbatches: int, span: int) -> int:
     """So many micro-batches or more that what is left of them is a multiple of the span."""
     return least + (microbatches - least) % span
-
-
-def _shares_links(cluster: Cluster) -> bool:
-    """Whether transfers may wait for those of other ranks: then the order in which they claim links counts too."""
-    links = [cluster.within, *([] if cluster.between is None else [cluster.between]), *cluster.pairs.values()]
-    return cluster.bus_bandwidth is not None or any(link.duplex == "half" for link in links)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -113,14 +114,15 @@ def optimal(
     use_all: bool = False,
     replicas: bool = False,
     unlimited: bool = False,
-    fast_links: bool = True,
+    link: Link | None = None,
     order: tuple[int, ...] | None = None,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> list[StageChoice]:
     """The optimal stages for a family of schedules; raises InfeasibleError (`bapipe.planner.partition.exact`).
 
     With `unlimited`, those without replicas if memory did not matter. Stages take accelerators of the chain's
-    types in the given `order`, or in the best one.
+    types in the given `order`, or in the best one. All neighbours are taken to have the one `link` (None: that
+    within a node).
     """
     cluster = hardware.cluster
     types = chain.types
@@ -128,7 +130,7 @@ def optimal(
     if cluster.topology == "chain" or len(types) > tuning.most_types:
         order = tuple(types.index(item.type) for item in cluster.accelerators)
     total = len(cluster)
-    link = cluster.within if fast_links or cluster.between is None else cluster.between
+    link = link or cluster.within
     width = total if replicas and family.replicas and num_stages is None else 1
     capacity = [cluster.types[name].memory for name in types]
     if unlimited:
@@ -249,10 +251,8 @@ def _assign(cluster: Cluster, types: Sequence[str], solution: Solution) -> list[
     else:
         taken, free = [], list(range(len(kinds)))
         for kind in wanted:
-            node = cluster.accelerators[taken[-1]].node if taken else None
             options = [index for index in free if kinds[index] == kind]
-            near = [index for index in options if cluster.accelerators[index].node == node]
-            taken.append((near or options)[0])
+            taken.append(_nearest(cluster, taken[-1], options) if taken else options[0])
             free.remove(taken[-1])
     choices, at = [], 0
     for first, last, _, count, recompute in stages:
@@ -260,6 +260,17 @@ def _assign(cluster: Cluster, types: Sequence[str], solution: Solution) -> list[
         at += count
         choices.append(StageChoice(first=first, last=last, accelerators=members, recompute=recompute))
     return choices
+
+
+def _nearest(cluster: Cluster, last: int, options: Sequence[int]) -> int:
+    """The first of those accelerators that have most groups in common with the last one."""
+    own = cluster.place(last)
+
+    def common(index: int) -> int:
+        pairs = zip(own, cluster.place(index), strict=True)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return max(options, key=common)
 
 
 def unreplicated_stages(cuts: Sequence[int], accelerators: Sequence[int]) -> list[StageChoice]:

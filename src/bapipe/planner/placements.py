@@ -17,10 +17,13 @@ def replica_counts(
 ) -> Iterator[tuple[int, ...]]:
     """All ways to deal some of so many accelerators to stages: how many each stage gets.
 
-    Exactly `stages` of one accelerator each, where that is given; else up to `most_stages`, with several
-    accelerators each only where `replicas` are allowed. Those that use most accelerators come first.
+    Exactly `stages` of one accelerator each, where that is given, or one stage of several; else up to
+    `most_stages`, with several accelerators each only where `replicas` are allowed. Those that use most
+    accelerators come first.
     """
     if stages is not None:
+        if stages == 1 and replicas:
+            yield from ((count,) for count in range(accelerators, 1, -1))
         yield (1,) * stages
         return
     for used in range(accelerators, 0, -1):
@@ -36,8 +39,8 @@ def replica_counts(
 def accelerator_orders(cluster: Cluster, used: int, *, most: int) -> list[tuple[int, ...]] | None:
     """One of each set of orders of so many accelerators that differ only in names; None if there are more.
 
-    Accelerators of one type in one node are alike, and so are nodes that hold as many of each type, unless some
-    pair has a link of its own. Along a chain, neighbours stay neighbours.
+    Accelerators of one type in one node and the same groups are alike, and so are nodes that hold as many of each
+    type, and groups of a level, unless some pair has a link of its own. Along a chain, neighbours stay neighbours.
     """
     count = len(cluster)
     if cluster.topology == "chain":
@@ -59,15 +62,11 @@ def accelerator_orders(cluster: Cluster, used: int, *, most: int) -> list[tuple[
 
 
 def _alike(cluster: Cluster) -> list[list[int]]:
-    """Accelerators of one type in one node, for each of both."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    """Accelerators of one type in one node and the same groups, for each of them."""
+    groups: dict[tuple[str, ...], list[int]] = {}
     for index, item in enumerate(cluster.accelerators):
-        groups.setdefault((item.node if _tells_nodes(cluster) else "", item.type), []).append(index)
+        groups.setdefault((*(cluster.place(index) if cluster.tells_places else ()), item.type), []).append(index)
     return list(groups.values())
-
-
-def _tells_nodes(cluster: Cluster) -> bool:
-    return cluster.between is not None or cluster.bus_bandwidth is not None
 
 
 def _arrangements(counts: Sequence[int], length: int) -> Iterator[list[int]]:
@@ -90,9 +89,14 @@ def _arrangements(counts: Sequence[int], length: int) -> Iterator[list[int]]:
 
 
 def _signature(cluster: Cluster, order: Sequence[int]) -> tuple[object, ...]:
-    """What an order is up to the names of nodes."""
-    nodes: dict[str, int] = {}
-    accelerators = [cluster.accelerators[index] for index in order]
-    if not _tells_nodes(cluster):
-        return tuple(item.type for item in accelerators)
-    return tuple((item.type, nodes.setdefault(item.node, len(nodes))) for item in accelerators)
+    """What an order is up to the names of nodes and groups."""
+    kinds = [cluster.accelerators[index].type for index in order]
+    if not cluster.tells_places:
+        return tuple(kinds)
+    numbers: dict[tuple[str, ...], int] = {}
+    found: list[object] = []
+    for kind, index in zip(kinds, order, strict=True):
+        place = cluster.place(index)
+        groups = (place[: level + 1] for level in range(len(place)))
+        found.append((kind, *(numbers.setdefault(group, len(numbers)) for group in groups)))
+    return tuple(found)

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain, Floats
-from bapipe.hardware.cluster import Cluster
 from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time, network_of
 from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.planned_order import PlannedOrder
@@ -205,14 +204,12 @@ class PlanCases:
         With K in flight, every K-th micro-batch starts after a round trip through the stages behind. What is last
         there goes back through all the stages before it, each of which then takes its optimizer step. Where no
         gradient comes back, a stage waits for none behind it. With `best_dealt` under any dealing and with as many
-        in flight as it needs.
+        in flight as it needs. A stage may recompute while it waits for a gradient, so that this is work and on no
+        way back.
         """
         own, count = self._least, len(self.counts)
         ahead, back = self._sends
-        again = np.zeros((count, 1))
-        again[list(order.recompute)] = 1.0
         answer = own["input_gradient"] if order.parted else own["backward"]
-        answer = answer + again * own["forward"]
         later = own["weight_gradient"] if order.parted else np.zeros_like(answer)
         step = self._reduces(order) + own["update"] if not best_dealt else own["update"]
         trip = np.zeros((count, len(self)))
@@ -240,7 +237,8 @@ class PlanCases:
         if not self._by_rank or not self.unlike[stage]:
             rounds = max(order.taken(stage))
             turns = 0 if best_dealt else (rounds - 1) // order.inflight[stage] + 1
-            yield rounds, turns, self._seconds["forward"][stage] + answer[stage], later[stage]
+            passes = 2 if stage in order.recompute else 1
+            yield rounds, turns, passes * self._seconds["forward"][stage] + answer[stage], later[stage]
             return
         low, high = self._edges[stage]
         each, again = self._by_rank, stage in order.recompute
@@ -316,7 +314,7 @@ class PlanCases:
 
     def times(self, order: PlannedOrder, cases: Ints) -> Floats | None:
         """Seconds of some cases in this order; None where links are shared, so that each is simulated alone."""
-        if _shares_links(self.hardware.cluster):
+        if self.hardware.cluster.shares_links:
             return None
         schedule = with_update(
             with_recompute(order.schedule, order.recompute) if order.recompute else order.schedule
@@ -354,9 +352,3 @@ class PlanCases:
         """One case in this order."""
         stages = self.stages(case, order.recompute)
         return Candidate(label=label, chain=self.chain, stages=stages, schedule=order.schedule)
-
-
-def _shares_links(cluster: Cluster) -> bool:
-    """Whether two transfers may wait for each other, by directions of a link or by a bus."""
-    links = [cluster.within, *cluster.pairs.values(), *([] if cluster.between is None else [cluster.between])]
-    return cluster.bus_bandwidth is not None or any(link.duplex == "half" for link in links)

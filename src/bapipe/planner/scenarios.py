@@ -122,7 +122,7 @@ class Scenarios:
                 if staged not in timed:
                     timed[staged] = run_costs(replace(candidate, chain=chains[id(own)]), changed)
                 if placed not in routed:
-                    routed[placed] = network_of(changed.cluster, ranks, schedule)
+                    routed[placed] = network_of(changed.cluster, ranks, schedule, evaluation.crowding)
                 costs[index].append(timed[staged])
                 networks[index].append(routed[placed])
         return np.stack(

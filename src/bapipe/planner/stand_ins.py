@@ -1,12 +1,15 @@
 """Few copies of a pipeline that stand for all: what is simulated of a plan for hundreds of accelerators.
 
-Copies share nothing but the all-reduce, unless a bus joins them, and those whose links are alike take the same
-times. So one of each kind of copy is simulated, two at least, with the all-reduce that all copies take.
+Copies share nothing but the all-reduce, unless a bus or an uplink joins them, and those whose links are alike take
+the same times. So one of each kind of copy is simulated, two at least, with the all-reduce that all copies take.
+What all copies send over an uplink those that are simulated send: each transfer takes as long there as one of each
+copy that shares it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from bapipe.hardware.cluster import Cluster
 from bapipe.schedule.actions import Schedule
@@ -17,11 +20,12 @@ __all__ = ["stand_ins"]
 
 def stand_ins(
     schedule: Schedule, ranks: Sequence[int], copies: int, cluster: Cluster
-) -> tuple[Schedule, tuple[int, ...]]:
-    """The schedule of few copies that take as long as all, and the accelerator of each of its ranks.
+) -> tuple[Schedule, tuple[int, ...], Mapping[object, float]]:
+    """The schedule of few copies that take as long as all, the accelerator of each of its ranks, and crowding.
 
     `schedule` is that of one copy, `ranks` has the accelerators of all: rank i of copy k is entry i · copies + k.
-    Linear in the accelerators.
+    Crowding has, of each uplink that they cross, how many transfers of all copies one of theirs stands for. Linear
+    in the accelerators.
     """
     own = [tuple(ranks[copy::copies]) for copy in range(copies)]
     kinds: dict[tuple[object, ...], int] = {}
@@ -33,18 +37,43 @@ def stand_ins(
     if cluster.bus_bandwidth is not None:
         chosen = _on_their_nodes(chosen, own, cluster)
     together = replicated_pipelines([schedule] * len(chosen))
-    return together, tuple(own[copy][rank] for rank in range(schedule.num_ranks) for copy in chosen)
+    crowding = _crowding(schedule, own, chosen, cluster)
+    return together, tuple(own[copy][rank] for rank in range(schedule.num_ranks) for copy in chosen), crowding
+
+
+def _crowding(
+    schedule: Schedule, own: Sequence[Sequence[int]], chosen: Sequence[int], cluster: Cluster
+) -> dict[object, float]:
+    """Transfers over the busiest uplink of each level, for one of the chosen copies over each uplink."""
+    if not any(level.uplink is not None for level in cluster.levels):
+        return {}
+
+    def crossing(copies: Iterable[int]) -> Counter[tuple[object, ...]]:
+        ends = (pair for copy in copies for pair in _pairs(schedule, own[copy]))
+        return Counter(key for pair in ends for way in (pair, pair[::-1]) for key, _ in cluster.uplinks(*way))
+
+    busiest: dict[object, int] = {}
+    for (_, level, _, _), count in crossing(range(len(own))).items():
+        busiest[level] = max(count, busiest.get(level, 0))
+    return {key: busiest[key[1]] / count for key, count in crossing(chosen).items()}
+
+
+def _pairs(schedule: Schedule, accelerators: Sequence[int]) -> list[tuple[int, int]]:
+    """The accelerators of neighbouring stages that may talk to each other."""
+    return [
+        (accelerators[source], accelerators[target])
+        for ahead, behind in zip(schedule.placement[:-1], schedule.placement[1:], strict=True)
+        for source in ahead
+        for target in behind
+    ]
 
 
 def _links(schedule: Schedule, accelerators: Sequence[int], cluster: Cluster) -> tuple[object, ...]:
     """What tells the times of two copies apart: the links between their stages."""
     found: list[object] = []
-    for ahead, behind in zip(schedule.placement[:-1], schedule.placement[1:], strict=True):
-        for source in ahead:
-            for target in behind:
-                one, other = accelerators[source], accelerators[target]
-                same_node = cluster.accelerators[one].node == cluster.accelerators[other].node
-                found += [cluster.link(one, other), same_node]
+    for one, other in _pairs(schedule, accelerators):
+        same_node = cluster.accelerators[one].node == cluster.accelerators[other].node
+        found += [cluster.link(one, other), same_node]
     return tuple(found)
 
 

@@ -127,6 +127,8 @@ class Tuning:
     """times as much that high effort simulates and lists"""
     search_starts: int = 3
     """pipelines near which faster ones are looked for where there are too many to list"""
+    recompute_share: float = 1.0
+    """of a search's steps, what orders with recomputation may take at least, where plans without it did not fit"""
     search_gain: float = 2.5e-4
     """share of the time by which a plan must be faster to be worth weighing"""
     search_cases: int = 20_000

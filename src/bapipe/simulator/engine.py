@@ -50,6 +50,10 @@ class TaskGraph:
     """the channel it is sent over, or -1 where both tasks are on one rank"""
     channel_link: Ints
     """the link of each channel; channels of one link wait for each other"""
+    uplink_start: Ints
+    """first uplink of each channel, and the number of all as last entry"""
+    uplink: Ints
+    """the uplinks, numbered on from the links: a transfer starts when its link and all its uplinks are free"""
     contended: bool
     """whether some link has several sending lanes, so that links must be claimed in the order of time"""
     edge_start: Ints
@@ -75,6 +79,9 @@ def _kernel(
     send_to: Any,
     channel: Any,
     channel_link: Any,
+    uplink_start: Any,
+    uplink: Any,
+    uplink_occupy: Any,
     occupy: Any,
     latency: Any,
     edge_start: Any,
@@ -173,6 +180,12 @@ def _kernel(
                     claim = begin if cut_through else now
                     if link_free[link] > claim:
                         claim = link_free[link]
+                    if len(uplink) > 0:
+                        for crossed in range(uplink_start[over], uplink_start[over + 1]):
+                            if link_free[uplink[crossed]] > claim:
+                                claim = link_free[uplink[crossed]]
+                        for crossed in range(uplink_start[over], uplink_start[over + 1]):
+                            link_free[uplink[crossed]] = claim + uplink_occupy[crossed]
                     sent[task] = claim
                     link_free[link] = claim + occupy[over]
                     through = claim + occupy[over] + latency[over]
@@ -223,11 +236,13 @@ def time_tasks(
     duration: Floats,
     occupy: Floats,
     latency: Floats,
+    uplink_occupy: Floats | None = None,
     cut_through: bool = False,
     engine: Engine = "auto",
 ) -> TaskTimes:
     """Time all tasks. What is sent over a channel holds its link for `occupy` and arrives `latency` later.
 
+    It holds each of its uplinks for `uplink_occupy`, which is no longer than `occupy`.
     A transfer starts when the compute that makes it ends, or with `cut_through` when it starts.
     """
     tasks, lanes = len(duration), len(graph.lane_start) - 1
@@ -243,6 +258,9 @@ def time_tasks(
         graph.send_to,
         graph.channel,
         graph.channel_link,
+        graph.uplink_start,
+        graph.uplink,
+        np.zeros(len(graph.uplink)) if uplink_occupy is None else uplink_occupy,
         occupy,
         latency,
         graph.edge_start,
@@ -251,7 +269,7 @@ def time_tasks(
         cut_through,
         graph.contended,
         missing,
-        np.zeros(len(graph.channel_link)),
+        np.zeros(max(len(graph.channel_link), int(graph.uplink.max(initial=-1)) + 1)),
         start,
         end,
         sent,
@@ -270,6 +288,6 @@ def time_tasks(
         lists = [item.tolist() if isinstance(item, np.ndarray) else item for item in arguments]
         done = _kernel(*lists)
         _INTERPRETED.tasks += tasks
-        for array, values in zip((start, end, sent, arrival), lists[14:18], strict=True):
+        for array, values in zip((start, end, sent, arrival), lists[17:21], strict=True):
             array[:] = values
     return TaskTimes(start=start, end=end, sent=sent, arrival=arrival, done=done)

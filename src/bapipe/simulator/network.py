@@ -20,6 +20,8 @@ class Route:
     latency: float = 0.0
     link: Hashable = None
     """routes of the same link share it; None: a link of its own per direction"""
+    uplinks: tuple[tuple[Hashable, float], ...] = ()
+    """what it crosses besides, each with its own seconds per unit: all routes that cross one share it"""
 
 
 _PLAIN = Route()

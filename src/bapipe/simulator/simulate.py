@@ -256,6 +256,18 @@ def _channel_times(costs: Costs, lowered: Lowered, network: Network) -> tuple[Fl
     return (np.zeros(len(occupy)), occupy + latency) if network.latency_only else (occupy, latency)
 
 
+def _uplink_seconds(costs: Costs, lowered: Lowered) -> Floats:
+    """How long one micro-batch holds each uplink of each channel."""
+    return np.array(
+        [
+            (costs.send_forward if channel.onward else costs.send_backward)[channel.boundary] * rate
+            for channel in lowered.channels
+            for _, rate in channel.uplinks
+        ],
+        dtype=np.float64,
+    )
+
+
 def _free_running(
     schedule: Schedule,
     costs: Costs,
@@ -270,6 +282,7 @@ def _free_running(
         duration=duration,
         occupy=occupy,
         latency=latency,
+        uplink_occupy=None if network.latency_only else _uplink_seconds(costs, lowered),
         cut_through=(network.sending or schedule.sending) == "cut-through",
         engine=engine,
     )
@@ -289,6 +302,8 @@ def _lockstep(schedule: Schedule, costs: Costs, lowered: Lowered, network: Netwo
     occupy, latency = _channel_times(costs, lowered, network)
     link = lowered.graph.channel_link
     transfer = float((np.bincount(link, occupy)[link] + latency).max()) if len(link) else 0.0
+    if len(lowered.graph.uplink) and not network.latency_only:
+        transfer = max(transfer, float(np.bincount(lowered.graph.uplink, _uplink_seconds(costs, lowered)).max()))
     compute = load.max(axis=1)
     after = (network.sending or schedule.sending) == "after-compute"
     edges = np.concatenate([[0.0], np.cumsum(compute + transfer if after else np.maximum(compute, transfer))])
@@ -375,6 +390,8 @@ def steady_period(schedule: Schedule, costs: Costs, network: Network | None = No
             route, link = network.route(*ends), network.link(*ends)
             seconds = amount * route.seconds_per_unit
             busy[link] = busy.get(link, 0.0) + seconds
+            for uplink, rate in route.uplinks:
+                busy[uplink] = busy.get(uplink, 0.0) + amount * rate
             hidden = compute if sending == "cut-through" else 0.0
             between += max(0.0, seconds + route.latency - hidden)
         exposed.append(between)

@@ -109,9 +109,9 @@ def _outlines(state: SearchState, share: SearchState, part: Part, size: int) -> 
         return
     for family in _families(request.schedule, request.cap):
         tried: list[list[StageChoice]] = []
-        for fast in (True,) if part.cluster.between is None else (True, False):
+        for link in part.cluster.stage_links:
             try:
-                stages = optimal(chain, share.hardware, family, microbatches, fast_links=fast, tuning=state.tuning)
+                stages = optimal(chain, share.hardware, family, microbatches, link=link, tuning=state.tuning)
             except InfeasibleError:
                 continue
             if stages in tried:
@@ -150,7 +150,7 @@ def _search_part(state: SearchState, part: Part, sizes: tuple[int, ...]) -> None
     except BaPipeError:
         return
     for candidate in _copyable(share):
-        nodes = {item.node for item in state.cluster.accelerators}
+        nodes = {state.cluster.place(index) for index in range(len(state.cluster))}
         for near in (False, True) if len(nodes) > 1 and part.copies > 1 else (False,):
             copied = copies_on(part, candidate, near=near)
             state.incumbents.add(_family(copied), evaluate(copied, state.hardware))

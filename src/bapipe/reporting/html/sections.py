@@ -29,6 +29,7 @@ from bapipe.reporting.html.elements import (
     time_range,
 )
 from bapipe.reporting.html.head_section import head_section, prediction_error
+from bapipe.reporting.views.cut_links import cut_links
 from bapipe.reporting.views.layer_view import LayerView
 from bapipe.reporting.views.memory_view import MemoryView
 from bapipe.simulator.timeline import Timeline
@@ -252,7 +253,13 @@ def _cut_table(plan: Plan) -> str:
         ]
         for number, stage in enumerate(plan.stages[:-1])
     ]
-    return table("cuts", ["cut", "after", "sends forward", "sends back"], rows, words=2) if rows else ""
+    headers = ["cut", "after", "sends forward", "sends back"]
+    links = cut_links(plan)
+    if links:
+        headers.insert(2, "link")
+        for row, link in zip(rows, links, strict=True):
+            row.insert(2, safe(link.words, 80))
+    return table("cuts", headers, rows, words=3 if links else 2) if rows else ""
 
 
 def _alternatives(plan: Plan, chart: Chart) -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.records.plan import Alternative, Plan, PlanReplica, PlanStage, Prediction
+from bapipe.reporting.views.cut_links import cut_links
 from bapipe.units import format_bytes, format_seconds, format_seconds_range, format_throughput
 
 __all__ = ["answer", "render_alternatives", "render_plan", "render_steps", "shape", "stage_layers"]
@@ -105,8 +106,18 @@ def render_plan(plan: Plan, *, alternatives: int = 8) -> RenderableType:
         parts.append(render_alternatives(plan, alternatives))
     sizes = sorted({format_bytes(stage.memory_capacity) for stage in plan.stages})
     parts.append(Text(f"· memory: the peak, of an accelerator's {' or '.join(sizes)}"))
+    if len(plan.stages) > 1:
+        parts.extend(Text(f"· {line}") for line in _links(plan))
     parts.extend(Text(f"· {note}") for note in plan.notes)
     return Group(*parts)
+
+
+def _links(plan: Plan) -> list[str]:
+    """The links between stages, where there are several kinds: one line for cuts that have the same."""
+    cuts: dict[str, list[str]] = {}
+    for number, link in enumerate(cut_links(plan)):
+        cuts.setdefault(link.words, []).append(f"{number}–{number + 1}")
+    return [f"link {words}: stages {', '.join(own)}" for words, own in cuts.items()]
 
 
 class _StageTable:

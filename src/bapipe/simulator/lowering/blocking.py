@@ -95,6 +95,8 @@ class _BlockingBuilder:
             send_to=np.full(len(table), -1, np.int64),
             channel=np.full(len(table), -1, np.int64),
             channel_link=np.zeros(0, np.int64),
+            uplink_start=np.zeros(1, np.int64),
+            uplink=np.zeros(0, np.int64),
             contended=False,
             edge_start=edge_start,
             edge_to=edge_to,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -52,13 +54,16 @@ def lower_links(schedule: Schedule, network: Network, unanswered: Collection[int
     before, after = (np.concatenate(both) for both in zip(*waits, strict=True))
     edge_start, edge_to = sorted_edges(before, after, tasks)
     senders = np.flatnonzero(channel >= 0)
+    uplink_start, uplink = _uplinks(channels, int(channel_link.max(initial=-1)) + 1)
     graph = TaskGraph(
         lane_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         lane_of=lane_of,
         send_to=send_to[:-1],
         channel=channel,
         channel_link=channel_link,
-        contended=_contended(lanes, channels, channel_link, channel, lane_of),
+        uplink_start=uplink_start,
+        uplink=uplink,
+        contended=len(uplink) > 0 or _contended(lanes, channels, channel_link, channel, lane_of),
         edge_start=edge_start,
         edge_to=edge_to,
     )
@@ -130,9 +135,24 @@ def _channels(
                         to_rank=ends[1],
                         rate=route.seconds_per_unit,
                         latency=route.latency,
+                        uplinks=route.uplinks,
                     )
                 )
+    crossing = Counter(key for one in channels for key, _ in one.uplinks)
+    if crossing:
+        # What one channel alone crosses it never waits for.
+        channels = [
+            replace(one, uplinks=tuple(item for item in one.uplinks if crossing[item[0]] > 1)) for one in channels
+        ]
     return tuple(channels), np.array(links, dtype=np.int64), channel[:-1]
+
+
+def _uplinks(channels: Sequence[Channel], links: int) -> tuple[Ints, Ints]:
+    """The first uplink of each channel and the uplinks of all, numbered on from the links."""
+    counts = [len(one.uplinks) for one in channels]
+    numbers: dict[Hashable, int] = {}
+    found = [links + numbers.setdefault(key, len(numbers)) for one in channels for key, _ in one.uplinks]
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), np.array(found, dtype=np.int64)
 
 
 def _contended(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +41,8 @@ class Channel:
     rate: float
     """seconds per unit of what crosses"""
     latency: float
+    uplinks: tuple[tuple[Hashable, float], ...] = ()
+    """what it crosses besides, each with its own seconds per unit"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -214,6 +214,10 @@ class TestOutput:
             "interleaved",
             "zb-h1",
             "zb-h2",
+            "zb-v",
+            "v-half",
+            "v-min",
+            "dualpipe-v",
             "zb",
         ]
         text = printed("simulate", "all", *SIZES, *COSTS)

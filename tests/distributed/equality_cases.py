@@ -132,6 +132,15 @@ ZERO_BUBBLE = (
     Case(model="unet", schedule="zb-h1", stages=3, microbatches=8, short=True, recompute=(0, 2)),
     Case(model="whole", schedule="zb-h1", stages=3, microbatches=5),
 )
+V_SHAPED = (
+    Case(model="vgg", numbers="dropout", schedule="zb-v", stages=2, microbatches=5),
+    Case(model="unet", schedule="zb-v", stages=2, microbatches=8, short=True, recompute=(1, 2), data="needed"),
+    Case(model="gpt2", schedule="v-half", stages=3, microbatches=5),
+    Case(model="llama", schedule="v-min", stages=2, microbatches=2, evaluate=True),
+    Case(model="resnet", schedule="dualpipe-v", stages=2, microbatches=5, short=True),
+    Case(model="whole", schedule="dualpipe-v", stages=2, microbatches=5),
+)
+"""two stages a rank, of which one hands to the other at the turn"""
 WHOLE = (
     Case(model="whole", numbers="dropout", schedule="1f1b-so", stages=3, microbatches=5, recompute=(1,)),
     Case(model="whole", schedule="data-parallel", stages=2, microbatches=2),
@@ -160,4 +169,16 @@ LONG = tuple(
     for microbatches in (10, 30)
 )
 """the same caps over few and many micro-batches"""
-OTHERS = (*HYBRIDS, *DEALT, *INTERLEAVED, *ZERO_BUBBLE, *WHOLE, *DRIFTING, *EVALUATED, *UPDATED, *DIGITS, *LONG)
+OTHERS = (
+    *HYBRIDS,
+    *DEALT,
+    *INTERLEAVED,
+    *ZERO_BUBBLE,
+    *V_SHAPED,
+    *WHOLE,
+    *DRIFTING,
+    *EVALUATED,
+    *UPDATED,
+    *DIGITS,
+    *LONG,
+)

@@ -32,7 +32,10 @@ OTHERS = {
     "FPGAs": ("resnet50", "--cluster", "2xvcu129+2xvcu118", "--global-batch", "128"),
     **{
         schedule: ("resnet50", "--cluster", "4xv100", "--global-batch", "512", "--schedule", schedule)
-        for schedule in ("1f1b-sno", "1f1b-so", "gpipe", "zb", "zb-h1", "zb-h2", "interleaved", "pipedream")
+        for schedule in (
+            *("1f1b-sno", "1f1b-so", "gpipe", "zb", "zb-h1", "zb-h2", "interleaved", "pipedream"),
+            *("zb-v", "v-half", "dualpipe-v"),
+        )
     },
 }
 STAGE_WORDS = ("accelerators", "first_layer", "last_layer", "fractions", "recompute", "in_flight")

@@ -15,6 +15,7 @@ from bapipe.planner import Request, explore
 from bapipe.planner.evaluate import Hardware, StageChoice, evaluate
 from bapipe.planner.hybrids import balanced_hybrids
 from bapipe.planner.pipelines import FAMILIES, build
+from bapipe.schedule.v_shape import V_SHAPED
 from made_profiles import made_cluster, made_profile
 
 VGG = [5.7, 33.7, 12.3, 26.5, 11.3, 19.3, 20.7, 11.9, 14.2, 15.0, 7.3, 7.4, 8.0, 3.5, 0.6, 0.3]
@@ -27,13 +28,15 @@ def test_what_has_the_time_is_replicated_and_what_has_the_weights_is_not() -> No
     profile = made_profile({"x": VGG}, weights=WEIGHTS, boundary=[0.01] * len(VGG), sizes=(1,))
     cluster = made_cluster({"x": 4}, bandwidth=2.0)
     found = explore(profile, cluster, Request(global_batch=32))
-    stages = found.best.candidate.stages
+    others = [item for item in found.considered if item.candidate.schedule.name not in V_SHAPED]
+    best = min(others, key=lambda item: item.time)
+    stages = best.candidate.stages
     assert [len(stage.accelerators) for stage in stages] == [3, 1]
     assert stages[1].last - stages[1].first >= 3
     plain = [item for item in found.considered if len({len(s.accelerators) for s in item.candidate.stages}) == 1]
     whole = [item for item in plain if item.candidate.schedule.name == "data-parallel"]
     unreplicated = [item for item in plain if len(item.candidate.stages) == 4]
-    assert found.best.time < 0.97 * min(item.time for item in (*whole, *unreplicated))
+    assert best.time < 0.97 * min(item.time for item in (*whole, *unreplicated))
     assert whole
     assert unreplicated
 

@@ -25,6 +25,7 @@ from bapipe.schedule.generators import (
     zb_h2,
 )
 from bapipe.schedule.inflight import full_overlap_caps
+from bapipe.schedule.v_shape import V_SHAPED
 from bapipe.schedule.validate import check
 from bapipe.simulator.engine import TaskTimes, numba_available, time_tasks
 from bapipe.simulator.lowering import Network, Route, lower
@@ -59,6 +60,15 @@ def falling_caps(draw: st.DrawFn, num_stages: int) -> list[int]:
     return [last + sum(steps[i:]) for i in range(num_stages)]
 
 
+UNBLOCKED = ("interleaved", "fbp-as", "pipedream", *V_SHAPED)
+"""schedules that blocking sends cannot run"""
+
+
+def costs_of_stages(name: str, costs: Costs) -> Costs:
+    """Costs of the ranks as those of their stages."""
+    return costs.folded() if name in V_SHAPED else costs.split(2) if name == "interleaved" else costs
+
+
 @st.composite
 def capped_cases(draw: st.DrawFn) -> tuple[list[int], Costs, int]:
     num_stages = draw(st.integers(1, 6))
@@ -90,7 +100,7 @@ class TestClosedForms:
         costs = Costs.of(N, forward=F, backward=B, transfer=SR)
         for name in SCHEDULES:
             schedule = make_schedule(name, N, M)
-            stage_costs = costs.split(2) if name == "interleaved" else costs
+            stage_costs = costs_of_stages(name, costs)
             form = closed_form(schedule, stage_costs)
             if form is not None and form.valid:
                 assert simulate(schedule, stage_costs).time == pytest.approx(form.time, rel=1e-12), name
@@ -132,7 +142,7 @@ class TestOrders:
         for name in SCHEDULES:
             schedule = make_schedule(name, N, M, virtual=v)
             assert check(schedule) == [], name
-            if name != "interleaved":
+            if name not in ("interleaved", *V_SHAPED):
                 assert check(schedule, sends="rendezvous") == [], name
         assert check(make_schedule("fbp-as", N, M, slots="static")) == []
 
@@ -190,7 +200,7 @@ class TestBounds:
         costs = data.draw(unequal_costs(N))
         slowest = max(M * (f + b) for f, b in zip(costs.forward, costs.backward, strict=True))
         for name in SCHEDULES:
-            stage_costs = costs.split(2) if name == "interleaved" else costs
+            stage_costs = costs_of_stages(name, costs)
             timeline = simulate(make_schedule(name, N, M), stage_costs)
             assert timeline.time >= slowest * (1 - 1e-12), name
             assert -1e-12 <= timeline.bubble < 1, name
@@ -262,7 +272,7 @@ def same(first: Timeline, second: Timeline) -> bool:
 
 def kinds_of_schedules(N: int, M: int, replicas: list[int]) -> list[tuple[Schedule, bool]]:
     """Schedules of every sort, each with whether it may run with blocking sends."""
-    made = [(make_schedule(name, N, M), name not in ("interleaved", "fbp-as", "pipedream")) for name in SCHEDULES]
+    made = [(make_schedule(name, N, M), name not in UNBLOCKED) for name in SCHEDULES]
     made.append((make_schedule("fbp-as", N, M, slots="static"), False))
     made.append((with_update(make_schedule("1f1b-so", N, M, replicas=replicas)), False))
     made.append((with_update(with_recompute(make_schedule("zb-h1", N, M))), True))
@@ -287,7 +297,7 @@ class TestEngines:
             Network(sending="blocking"),
         ]
         for schedule, blocks in kinds_of_schedules(N, M, replicas):
-            own = costs.split(2) if schedule.name == "interleaved" else costs
+            own = costs_of_stages(schedule.name, costs)
             for network in networks:
                 if network.sending != "blocking" or blocks:
                     fast = simulate(schedule, own, network, engine="numba")

@@ -15,6 +15,7 @@ from bapipe.errors import DeadlockError
 from bapipe.schedule.actions import Action, Kind, Lane, Schedule
 from bapipe.schedule.channel_window import evaluation_order, stops_at
 from bapipe.schedule.generators import make_schedule
+from bapipe.schedule.v_shape import V_SHAPED
 from bapipe.schedule.validate import check, require_valid
 from bapipe.torch.comm.channel import P2PChannel
 from bapipe.torch.comm.p2p_queues import Inbox, Outbox
@@ -219,7 +220,7 @@ def test_both_verdicts_are_among_the_random_orders() -> None:
     assert verdicts == {True, False}
 
 
-@pytest.mark.parametrize("name", ["1f1b-sno", "1f1b-so", "gpipe", "interleaved", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("name", ["1f1b-sno", "1f1b-so", "gpipe", "interleaved", "zb-h1", "zb-h2", *V_SHAPED])
 def test_our_own_orders_never_stop(name: str) -> None:
     for ranks, microbatches in ((2, 3), (3, 12), (4, 16), (8, 32)):
         schedule = make_schedule(name, ranks, microbatches)

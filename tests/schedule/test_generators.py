@@ -19,6 +19,7 @@ from bapipe.schedule.generators import (
     with_update,
 )
 from bapipe.schedule.inflight import full_overlap_caps
+from bapipe.schedule.v_shape import V_SHAPED
 from bapipe.schedule.zero_bubble import zero_bubble
 from bapipe.simulator.simulate import Costs, simulate
 
@@ -152,6 +153,9 @@ def test_zb_with_caps_and_delays_of_its_own() -> None:
 @pytest.mark.parametrize("name", [*SCHEDULES])
 def test_one_stage_and_one_microbatch(name: str) -> None:
     schedule = make_schedule(name, 1, 1, virtual=1)
+    if name in V_SHAPED:
+        assert schedule.stages_of(0) == (0, 1)
+        return
     assert {str(action) for lane in schedule.lanes for action in lane} in ({"0F0", "0B0"}, {"0F0", "0I0", "0W0"})
 
 

@@ -19,6 +19,8 @@ from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import SCHEDULES, make_schedule, with_recompute, with_update
 from bapipe.schedule.inflight import full_overlap_caps
 from bapipe.schedule.schedule_file import read_schedule, schedule_text
+from bapipe.schedule.v_order import quickest_v_order
+from bapipe.schedule.v_shape import V_SHAPED, v_placement
 from bapipe.schedule.validate import require_valid
 from bapipe.simulator.lowering import Network
 from bapipe.simulator.simulate import Costs, simulate
@@ -28,6 +30,8 @@ from bapipe.simulator.timeline import Timeline
 __all__ = ["simulate_command"]
 
 _MOST_STAGES, _MOST_FORWARDS = 10_000, 4_000_000
+_MOST_ORDERED = 2_000
+"""forwards up to which V-shaped orders are made for the times that are given"""
 _LINKS = {
     "fifo": Network(),
     "half-duplex": Network(duplex="half"),
@@ -41,7 +45,7 @@ _LINKS = {
 
 @click.command("simulate")
 @click.argument("schedule")
-@click.option("--stages", "-n", type=int, help="Number of stages N (accelerators, for interleaved).")
+@click.option("--stages", "-n", type=int, help="Number of stages N (accelerators, where one has several).")
 @renamed("--micro-batches", "-m", "microbatches", type=int, help="Micro-batches per global batch M.")
 @click.option("--forward", type=Numbers(), required=True, help="Forward time, one value or one per stage.")
 @click.option("--backward", type=Numbers(), required=True, help="Backward time, one value or one per stage.")
@@ -70,7 +74,8 @@ def simulate_command(schedule: str, as_json: bool, **options: Any) -> None:
     """Time one schedule, or compare them all.
 
     SCHEDULE is gpipe, 1f1b-sno, 1f1b-so, 1f1b (with --in-flight), 1f1b-as, fbp-as, pipedream, interleaved, zb-h1,
-    zb-h2, zb (with --in-flight), a schedule file (.json, or torch's .csv), or all. Times are in any unit you like.
+    zb-h2, zb (with --in-flight), zb-v, v-half, v-min, dualpipe-v, a schedule file (.json, or torch's .csv), or
+    all. Times are in any unit you like.
 
     \b
     Examples:
@@ -132,6 +137,14 @@ def _sizes(options: dict[str, Any]) -> tuple[int, int]:
     return stages, microbatches
 
 
+def _v_shaped(made: Schedule, options: dict[str, Any]) -> Schedule:
+    """The schedule in an order made for the times, where that does not take long."""
+    costs, network = _costs(made, options), _LINKS[options["links"]]
+    if made.num_stages * made.num_microbatches > _MOST_ORDERED or network.sending == "blocking":
+        return made
+    return quickest_v_order(made.name, costs, made.num_microbatches, network=network)
+
+
 def _schedule(name: str, options: dict[str, Any]) -> Schedule:
     if name.endswith((".json", ".csv")) or os.sep in name:
         made = read_schedule(Path(name))
@@ -152,6 +165,8 @@ def _schedule(name: str, options: dict[str, Any]) -> Schedule:
             virtual=options["virtual"],
             slots=options["slots"],
         )
+        if name in V_SHAPED:
+            made = _v_shaped(made, options)
     if options["recompute"]:
         made = with_recompute(made)
     if options["all_reduce"] or options["update"]:
@@ -163,7 +178,11 @@ def _costs(made: Schedule, options: dict[str, Any]) -> Costs:
     ranks = made.num_ranks
     dealt = tuple((stage % ranks,) for stage in range(made.num_stages))
     interleaved = made.num_stages != ranks and made.placement == dealt
-    count = made.num_ranks if interleaved else made.num_stages
+    given = (options[name] for name in ("forward", "backward", "weight_gradient"))
+    by_rank = not any(isinstance(value, Sequence) and len(value) == made.num_stages for value in given)
+    shaped = made.name in V_SHAPED or (ranks > 1 and made.placement == v_placement(ranks))
+    folds = shaped and by_rank
+    count = made.num_ranks if interleaved or folds else made.num_stages
     costs = Costs.of(
         count,
         forward=options["forward"],
@@ -174,6 +193,8 @@ def _costs(made: Schedule, options: dict[str, Any]) -> Costs:
         all_reduce=options["all_reduce"] or 0.0,
         update=options["update"] or 0.0,
     )
+    if folds:
+        return costs.folded()
     return costs.split(made.num_stages // made.num_ranks) if interleaved else costs
 
 
@@ -182,7 +203,7 @@ def _simulate(made: Schedule, options: dict[str, Any]) -> tuple[Summary, Timelin
     timeline = simulate(made, costs, network)
     summary = summarise(made, costs, timeline, network)
     return dataclasses.replace(
-        summary, stages=made.num_ranks if made.name == "interleaved" else summary.stages
+        summary, stages=made.num_ranks if made.name in ("interleaved", *V_SHAPED) else summary.stages
     ), timeline
 
 
@@ -208,7 +229,7 @@ def _simulate_all(options: dict[str, Any]) -> list[tuple[Summary, Timeline]]:
 
 def _left_out(options: dict[str, Any]) -> tuple[str, ...]:
     """Schedules that these links cannot run: with two lanes, endless, or ahead of what blocking sends allow."""
-    return ("fbp-as", "pipedream", "interleaved") if options["links"] == "blocking" else ()
+    return ("fbp-as", "pipedream", "interleaved", *V_SHAPED) if options["links"] == "blocking" else ()
 
 
 def _print_json(value: Any) -> None:

@@ -134,18 +134,23 @@ def message_bytes(schedule: Schedule, needed: Sequence[StageBytes]) -> list[floa
 def _messages(schedule: Schedule, needed: Sequence[StageBytes]) -> tuple[list[float], list[float]]:
     """By stage, bytes of those that one of its ranks sends and of those that it receives ahead, two of each wire.
 
-    Where micro-batches are dealt to replicas in turn a rank of r replicas has s / gcd(r, s) wires to s others.
+    Where micro-batches are dealt to replicas in turn a rank of r replicas has s / gcd(r, s) wires to s others. What
+    a stage hands to the next on the same rank is not sent: one of each way is held until it is taken.
     """
     counts = [len(ranks) for ranks in schedule.placement]
-    wires = [after // math.gcd(own, after) for own, after in itertools.pairwise(counts)] + [0]
-    back = [0] + [before // math.gcd(own, before) for before, own in itertools.pairwise(counts)]
+    local = [one == other for one, other in itertools.pairwise(schedule.placement)]
+    pairs = list(zip(local, itertools.pairwise(counts), strict=True))
+    wires = [0 if same else after // math.gcd(own, after) for same, (own, after) in pairs] + [0]
+    back = [0] + [0 if same else before // math.gcd(own, before) for same, (before, own) in pairs]
     if schedule.dealing is not None:
-        pairs = [set(schedule.meetings(boundary)) for boundary in range(len(counts) - 1)]
-        wires = [max(Counter(ahead for ahead, _ in own).values()) for own in pairs] + [0]
-        back = [0] + [max(Counter(behind for _, behind in own).values()) for own in pairs]
+        met = [set(schedule.meetings(boundary)) for boundary in range(len(counts) - 1)]
+        wires = [max(Counter(ahead for ahead, _ in own).values()) for own in met] + [0]
+        back = [0] + [max(Counter(behind for _, behind in own).values()) for own in met]
     sending = [
-        2 * (after * item.sent + before * item.answered)
-        for item, before, after in zip(needed, back, wires, strict=True)
+        2 * (after * item.sent + before * item.answered) + onward * item.sent + backward * item.answered
+        for item, before, after, onward, backward in zip(
+            needed, back, wires, [*local, False], [False, *local], strict=True
+        )
     ]
     receiving = [
         _POSTED * (after * item.returned + before * item.received)

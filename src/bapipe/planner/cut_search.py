@@ -237,11 +237,11 @@ class CutSearch:
             evaluation = evaluate(candidate, state.hardware)
             if evaluation.short is not None:
                 self.misses += 1
-                self._take(evaluation)
+                self.take(evaluation)
                 continue
             if found is None or evaluation.throughput > found.throughput:
                 found = evaluation if evaluation.throughput > 1 / pace else found
-            self._take(evaluation)
+            self.take(evaluation)
             if not alone:
                 break
         return found
@@ -284,9 +284,9 @@ class CutSearch:
         """Simulate a candidate unless it was already, and keep it if it is the best of all."""
         if self._state.incumbents.is_new(candidate):
             self._steps -= 2 * candidate.schedule.num_actions
-            self._take(evaluate(candidate, self._state.hardware))
+            self.take(evaluate(candidate, self._state.hardware))
 
-    def _take(self, evaluation: Evaluation) -> None:
+    def take(self, evaluation: Evaluation) -> None:
         """Keep what fits and is the best so far; where nothing fits yet, also what does not."""
         fits = evaluation.short is None
         if fits and (self.best is None or evaluation.throughput > self.best.throughput):

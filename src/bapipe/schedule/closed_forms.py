@@ -70,6 +70,8 @@ def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
         return ClosedForm(time=M * work + (ranks - 1) * P, valid=valid, condition="SR = 0, M a multiple of N")
     if name in ("zb-h1", "zb-h2"):
         return _zero_bubble(name, N, M, costs)
+    if name == "zb-v":
+        return _v_shaped(schedule.num_ranks, M, costs)
     return _capped(schedule, N, M, F, B, SR)
 
 
@@ -88,6 +90,15 @@ def _zero_bubble(name: str, N: int, M: int, costs: Costs) -> ClosedForm:
         time=work + (N - 1) * max(F, F + I - 2 * W),
         valid=valid,
         condition="SR = 0, W <= F, W <= I, M >= 2N-1",
+    )
+
+
+def _v_shaped(ranks: int, M: int, costs: Costs) -> ClosedForm:
+    """ZB-V: no bubble within a rank's span; each rank begins one forward of a stage after the one before."""
+    F, I, W = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]  # noqa: E741
+    valid = ranks == 1 or (F == I == W and costs.transfer == 0 and 2 * ranks <= M + 1)
+    return ClosedForm(
+        time=2 * M * (F + I + W) + (ranks - 1) * F, valid=valid, condition="SR = 0, F = I = W, M >= 2N-1"
     )
 
 

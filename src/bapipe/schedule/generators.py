@@ -22,6 +22,7 @@ from bapipe.schedule.dealing import Dealing, most_in_a_row, own_microbatches, re
 from bapipe.schedule.inflight import interleaved_warm_up, stage_caps
 from bapipe.schedule.lane_builders import one_stage_lane, require_sizes
 from bapipe.schedule.replicas import replicated
+from bapipe.schedule.v_shape import V_SHAPED, dualpipe_v, v_half, v_min, zb_v
 from bapipe.schedule.zero_bubble import zb_h1, zb_h2, zero_bubble
 
 __all__ = [
@@ -317,8 +318,15 @@ SCHEDULES: dict[str, Generator] = {
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
 }
-"""The named orders that need nothing but N and M; `1f1b` (`capped`) and `zb` (`zero_bubble`) also need caps."""
+"""The named orders that need nothing but N and M; `1f1b` (`capped`) and `zb` (`zero_bubble`) also need caps.
+
+N counts the ranks where a rank has several stages: interleaved and V-shaped ones.
+"""
 
 
 def make_schedule(
@@ -350,6 +358,8 @@ def make_schedule(
     if name == "interleaved":
         _refuse_replicas(name, replicas)
         return interleaved(num_stages, num_microbatches, virtual=virtual)
+    if name in V_SHAPED:
+        _refuse_replicas(name, replicas)
     if name == "fbp-as":
         _refuse_replicas(name, replicas)
         return fbp_as(num_stages, num_microbatches, slots=slots)

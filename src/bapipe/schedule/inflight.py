@@ -21,6 +21,7 @@ __all__ = [
     "never_rising",
     "ranks_behind",
     "stage_caps",
+    "v_activations",
     "waiting_microbatches",
     "weight_gradient_delays",
 ]
@@ -83,6 +84,16 @@ def weight_gradient_delays(caps: Sequence[int]) -> list[int]:
 def interleaved_warm_up(ranks: int, rank: int, virtual: int) -> int:
     """Forwards of a rank before its first backward where each has `virtual` stages: 2(N−r−1) + (v−1)N."""
     return 2 * (ranks - rank - 1) + (virtual - 1) * ranks
+
+
+def v_activations(schedule: str, ranks: int) -> int:
+    """Activations of its two stages, together, that a rank of a V-shaped schedule holds at most, as published.
+
+    Two of them are one micro-batch of all that the rank has: zb-v holds N of these, like 1F1B, v-half ⌊(N+2)/2⌋
+    and v-min ⌊(N+4)/3⌋; dualpipe-v one activation more than zb-v.
+    """
+    whole = {"zb-v": ranks, "v-half": (ranks + 2) // 2, "v-min": (ranks + 4) // 3, "dualpipe-v": ranks}[schedule]
+    return 2 * whole + (schedule == "dualpipe-v")
 
 
 def declining_caps(first: int, replicas: Sequence[int], microbatches: int) -> list[int]:

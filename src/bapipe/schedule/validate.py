@@ -184,7 +184,6 @@ def _check_caps(schedule: Schedule) -> list[ScheduleProblem]:
         return []
     problems = []
     for index, lane in enumerate(schedule.lanes):
-        split = bool((lane.kinds == Kind.W).any())
         inflight: dict[int, int] = defaultdict(int)
         caps = {
             stage: schedule.replica_cap(stage, schedule.placement[stage].index(lane.rank))
@@ -203,7 +202,7 @@ def _check_caps(schedule: Schedule) -> list[ScheduleProblem]:
                         ScheduleProblem(rank=lane.rank, lane=index, position=position, message=message)
                     )
                     break
-            elif action.kind == (Kind.W if split else Kind.B):
+            elif action.kind in (Kind.B, Kind.W):
                 inflight[action.stage] -= 1
     return problems
 

@@ -150,6 +150,31 @@ class Costs:
             update=dealt(self.update),
         )
 
+    def folded(self) -> Costs:
+        """Each stage cut in two equal ones, placed in a V: stages r and 2N−1−r are the halves of rank r.
+
+        What crosses between two ranks takes as long on the way up as on the way down; at the turn nothing is sent.
+        """
+
+        def halved(values: tuple[float, ...]) -> tuple[float, ...]:
+            halves = tuple(value / 2 for value in values)
+            return (*halves, *reversed(halves))
+
+        def mirrored(sends: tuple[float, ...]) -> tuple[float, ...]:
+            return (*sends, 0.0, *reversed(sends))
+
+        return Costs(
+            forward=halved(self.forward),
+            backward=halved(self.backward),
+            send_forward=mirrored(self.send_forward),
+            send_backward=mirrored(self.send_backward),
+            input_gradient=halved(self.input_gradient),
+            weight_gradient=halved(self.weight_gradient),
+            recompute=halved(self.recompute),
+            all_reduce=halved(self.all_reduce),
+            update=halved(self.update),
+        )
+
 
 def _spread(
     value: float | Sequence[float], count: int, what: str, per: str, *, positive: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bapipe.costs.stage_memory import UnitBytes, stage_gradients
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.planner.state import SearchState
+from bapipe.schedule.v_shape import V_SHAPED
 from bapipe.units import format_bytes
 
 __all__ = ["require_plan"]
@@ -30,10 +31,17 @@ def _nothing_to_try(state: SearchState) -> BaPipeError:
             f"samples are not a multiple of {count} x {min(sizes)}; make --global-batch {others}, "
             "or change --micro-batch"
         )
-    if request.schedule == "interleaved" and count < 2:
-        return BaPipeError("interleaved needs at least 2 accelerators, the cluster has 1; leave --schedule out")
-    if request.schedule == "interleaved" and request.stages == 1:
-        return BaPipeError("interleaved needs at least 2 stages, each in parts; leave --stages out")
+    several = request.schedule if request.schedule in ("interleaved", *V_SHAPED) else None
+    if several is not None and count < 2:
+        return BaPipeError(f"{several} needs at least 2 accelerators, the cluster has 1; leave --schedule out")
+    if several is not None and request.stages == 1:
+        return BaPipeError(f"{several} needs at least 2 stages, each in parts; leave --stages out")
+    if request.schedule in V_SHAPED and len(state.profile.layers) < 4:
+        layers = len(state.profile.layers)
+        return BaPipeError(
+            f"{several} needs at least 4 layers, two on each of 2 accelerators, {state.profile.model.name} has "
+            f"{layers}; leave --schedule out"
+        )
     asked = request.schedule or request.strategy
     return BaPipeError(f"nothing can be tried with {asked} and {global_batch} samples; leave --schedule out")
 

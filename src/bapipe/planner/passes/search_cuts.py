@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 
+from bapipe.costs.segments import Chain
 from bapipe.errors import BaPipeError
 from bapipe.planner.cut_search import CutSearch
 from bapipe.planner.dealing_moves import improve_dealing
 from bapipe.planner.effort import effort_of
 from bapipe.planner.evaluate import Evaluation, StageChoice
+from bapipe.planner.incumbents import lightest
 from bapipe.planner.order_space import order_spaces
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.pipelines import interleaved_candidate
 from bapipe.planner.plan_climb import climb
 from bapipe.planner.state import SearchState
+from bapipe.planner.v_pipelines import v_pipelines
+from bapipe.schedule.v_shape import V_SHAPED
 
 __all__ = ["search_cuts"]
 
@@ -62,19 +67,37 @@ def _fit(state: SearchState, search: CutSearch) -> None:
 
 
 def _interleave_on_fewer(state: SearchState, search: CutSearch) -> None:
-    """Add interleaving on fewer ranks than there are accelerators, where that is faster than all else."""
+    """Add interleaving and V shapes on fewer ranks than there are accelerators, where one is faster than all."""
     request, count = state.request, len(state.cluster)
-    if request.schedule not in (None, "interleaved") or request.stages is not None:
+    if request.schedule not in (None, "interleaved", *V_SHAPED) or request.stages is not None:
         return
     for size in state.tried_sizes if count <= state.tuning.fewer_ranks else ():
         chain, microbatches = state.chain(size), state.global_batch // size
-        for ranks, virtual in itertools.product(range(min(count - 1, microbatches), 1, -1), (2, 3)):
+        fewer = range(min(count - 1, microbatches), 1, -1)
+        for ranks in fewer if request.schedule != "interleaved" else ():
+            best = search.best
+            if best is None or state.perfect_time(chain, ranks) < best.time:
+                _fold_on(state, search, chain, microbatches, ranks)
+        for ranks, virtual in itertools.product(fewer if request.schedule not in V_SHAPED else (), (2, 3)):
             best = search.best
             if best is None or state.perfect_time(chain, ranks) < best.time:
                 with contextlib.suppress(BaPipeError):
                     search.offer(
                         interleaved_candidate(chain, state.hardware, microbatches, ranks=ranks, virtual=virtual)
                     )
+
+
+def _fold_on(state: SearchState, search: CutSearch, chain: Chain, microbatches: int, ranks: int) -> None:
+    """Add the V shape that is asked for, or zb-v, on so many ranks."""
+    name, tuning = state.request.schedule or "zb-v", state.tuning
+    with contextlib.suppress(BaPipeError):
+        within = math.inf if search.best is None else search.best.time
+        made = v_pipelines(
+            name, chain, state.hardware, microbatches, ranks=ranks, within=tuning.near_best * within, tuning=tuning
+        )
+        own = lightest(made, within=tuning.as_fast)
+        if own is not None:
+            search.take(own)
 
 
 def _starts(state: SearchState) -> list[Evaluation]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from bapipe.errors import BaPipeError
 from bapipe.planner.data_parallel import at_global_batch, data_parallel_candidate, dealt_data_parallel
 from bapipe.planner.evaluate import Candidate
+from bapipe.planner.incumbents import lightest, rank
 from bapipe.planner.intra_layer_cuts import splits_everywhere
 from bapipe.planner.passes.family_passes import FAMILY_PASSES, FamilyScope, SharedPartitions, reuse_cuts
 from bapipe.planner.pipelines import Family, families_for, interleaved_candidate
 from bapipe.planner.request import Request
 from bapipe.planner.state import SearchState, SizeScope
+from bapipe.planner.v_pipelines import v_pipelines
+from bapipe.schedule.v_shape import V_SHAPED
 
 __all__ = ["SIZE_PASSES", "try_data_parallelism", "try_every_depth", "try_pipelines", "try_sizes"]
 
@@ -61,6 +65,7 @@ def try_pipelines(state: SearchState, scope: SizeScope) -> None:
         for run in FAMILY_PASSES:
             run(state, own)
     _try_interleaving(state, scope)
+    _try_v_shapes(state, scope)
 
 
 def try_every_depth(state: SearchState, scope: SizeScope) -> None:
@@ -97,7 +102,8 @@ def _families(state: SearchState, request: Request) -> dict[str, Family]:
     wanted = _schedule_of(request)
     known = families_for(state.cluster, paper=state.paper, wanted=wanted, cap=request.cap)
     families = {name: family for name, family in known.items() if wanted in (None, family.schedule)}
-    if not families and wanted != "interleaved":
+    several = wanted == "interleaved" or (wanted in V_SHAPED and "gpipe" in known)
+    if not families and not several:
         where = " in the space of the paper" if state.paper else ""
         raise BaPipeError(
             f"schedule {wanted} does not suit these accelerators{where}; known here: {', '.join(known)}"
@@ -139,3 +145,42 @@ def _try_interleaving(state: SearchState, scope: SizeScope) -> None:
             again = tuple(replace(stage, recompute=True) for stage in candidate.stages)
             label = f"{candidate.label}, recomputing"
             state.consider("interleaved with recomputation", replace(candidate, stages=again, label=label))
+
+
+def _try_v_shapes(state: SearchState, scope: SizeScope) -> None:
+    """Add V-shaped pipelines: what is asked for, else zb-v, and where that does not fit those that hold less.
+
+    DualPipeV must be asked for: what it is made for, forwards and backwards at once, is not run here.
+    """
+    request, wanted = scope.request, _schedule_of(scope.request)
+    forced = wanted in V_SHAPED
+    if state.paper or request.strategy != "exact" or not (forced or (wanted is None and request.stages is None)):
+        return
+    ranks = request.stages or len(state.cluster)
+    if forced and request.stages is None:
+        ranks = min(ranks, len(scope.chain) // 2)
+    if ranks < 2 or not (forced or (scope.microbatches >= ranks and state.thorough(len(scope.chain)))):
+        return
+    for name in (wanted,) if wanted is not None else ("zb-v", "v-half", "v-min"):
+        if state.incumbents.beats(name, scope.bound):
+            return
+        held = state.incumbents.best
+        within = math.inf if held is None or forced else state.tuning.near_best * held.time
+        try:
+            made = v_pipelines(
+                name,
+                scope.chain,
+                state.hardware,
+                scope.microbatches,
+                ranks=ranks,
+                within=within,
+                tuning=state.tuning,
+            )
+        except BaPipeError:
+            if forced:
+                raise
+            return
+        best = lightest(made, within=state.tuning.as_fast) or min(made, key=rank)
+        state.incumbents.add(name, best)
+        if best.short is None:
+            return

@@ -101,5 +101,7 @@ class _Near:
 def _shape(candidate: Candidate) -> tuple[object, ...]:
     """What tells two candidates apart."""
     schedule = candidate.schedule
-    order = tuple(lane.kinds.tobytes() + lane.microbatches.tobytes() for lane in schedule.lanes)
+    order = tuple(
+        lane.kinds.tobytes() + lane.stages.tobytes() + lane.microbatches.tobytes() for lane in schedule.lanes
+    )
     return candidate.chain.units, candidate.chain.microbatch, candidate.stages, schedule.name, order

@@ -264,6 +264,7 @@ class StageRunner:
         if outputs:
             torch.autograd.backward(outputs, given)
         del self._in_flight[microbatch]
+        self._saved.pop(microbatch, None)  # where only some backwards of the stage are done in two parts
         for item in self._deferred.pop(microbatch, ()):
             item.run()
         entrance = self._entrances.pop(microbatch, None)

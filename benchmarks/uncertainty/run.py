@@ -23,11 +23,15 @@ from bapipe.analysis.recalibrate import predict_again
 from bapipe.costs.fields import COST_FIELDS, as_tuples
 from bapipe.costs.profile import CostTable, Profile, ProfiledLayer
 from bapipe.costs.segments import make_chain
+from bapipe.costs.stage_time import stage_seconds
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.models.layers import ModelRef
 from bapipe.planner import Exploration, Request, explore, race_candidates
 from bapipe.planner.evaluate import Candidate, Hardware, evaluate, plan_timeline
 from bapipe.planner.scenarios import Scenarios, draw_scenarios, known_errors
+from bapipe.records.plan import Plan
+from bapipe.records.run_record import RunRecord
+from bapipe.schedule.actions import Kind
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "helpers"))
@@ -159,6 +163,33 @@ def takes(candidate: Candidate, profile: Profile, hardware: Hardware) -> float:
     return evaluate(replace(candidate, chain=chain), hardware).time
 
 
+def true_run(plan: Plan, profile: Profile, cluster: Cluster) -> RunRecord:
+    """What a run of the plan records; of replicas of two types each takes its own time, not that of the slower."""
+    timeline = plan_timeline(predict_again(plan, profile, cluster))
+    kind_of = {item.name: item.type for item in cluster.accelerators}
+    end = timeline.end.copy()
+    for index, stage in enumerate(plan.stages):
+        kinds = [kind_of[name] for name in stage.accelerators]
+        names = list(dict.fromkeys(kinds))
+        chain = make_chain(profile, names, plan.microbatch_size)
+        span = [(stage.first_layer, stage.last_layer)]
+        slow = stage_seconds(chain, span)
+        for name, kind in zip(stage.accelerators, kinds, strict=True):
+            own = stage_seconds(chain, span, [[names.index(kind)]])
+            parts = {
+                Kind.F: (own.forward, slow.forward),
+                Kind.B: (own.backward, slow.backward),
+                Kind.I: (own.backward - own.weight_gradient, slow.backward - slow.weight_gradient),
+                Kind.W: (own.weight_gradient, slow.weight_gradient),
+            }
+            here = (timeline.stages == index) & (timeline.ranks == plan.ranks.index(name))
+            for action, (mine, most) in parts.items():
+                which = here & (timeline.kinds == action)
+                share = float(mine[0] / most[0]) if most[0] else 1.0
+                end[which] = timeline.start[which] + timeline.work[which] * share
+    return made_run(plan, replace(timeline, end=end))
+
+
 def second_round(
     found: Exploration, times: Sequence[float], profile: Profile, hardware: Hardware
 ) -> tuple[float, ...]:
@@ -168,7 +199,7 @@ def second_round(
         return ()
     runs = []
     for plan, seconds in zip(plans, times, strict=True):
-        record = made_run(plan, plan_timeline(predict_again(plan, profile, hardware.cluster)))
+        record = true_run(plan, profile, hardware.cluster)
         runs.append(ShortRun(plan=plan, records=(record,), seconds=seconds))
     known = calibrate(found.profile, found.hardware.cluster, runs)
     request = replace(found.request, layer_error=KNOWN_LAYER_ERROR, link_error=KNOWN_LINK_ERROR)

@@ -22,7 +22,7 @@ from bapipe.simulator.lowering import Network
 from bapipe.simulator.scenario_times import scenario_times
 from bapipe.simulator.simulate import Costs
 
-__all__ = ["Errors", "Scenarios", "draw_scenarios", "known_errors"]
+__all__ = ["Errors", "Scenarios", "draw_scenarios", "edge_scenarios", "known_errors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,11 @@ class Scenarios:
 
     def __len__(self) -> int:
         return len(self.links)
+
+    def and_also(self, others: Scenarios) -> Scenarios:
+        """These, and then the others."""
+        layers = {name: np.concatenate([own, others.layers[name]]) for name, own in self.layers.items()}
+        return Scenarios(layers=layers, links=np.concatenate([self.links, others.links]))
 
     def chain(self, chain: Chain, number: int) -> Chain:
         """The chain with its times in one scenario; bytes stay."""
@@ -147,3 +152,12 @@ def draw_scenarios(errors: Errors, layers: int, count: int, *, seed: int) -> Sce
 
     by_type = {name: factors(layers, spread) for name, spread in errors.layers.items()}
     return Scenarios(layers=by_type, links=factors(len(errors.links), errors.links))
+
+
+def edge_scenarios(errors: Errors, layers: int, *, by: float) -> Scenarios:
+    """All links together and each alone, slower and faster by so many standard errors; layers as measured."""
+    count = len(errors.links)
+    patterns = np.concatenate([np.ones((1, count)), np.eye(count)]) if count > 1 else np.ones((1, count))
+    drawn = by * np.concatenate([patterns, -patterns])
+    factors = np.exp(drawn * np.sqrt(np.log1p(np.square(errors.links))))
+    return Scenarios(layers={name: np.ones((len(drawn), layers)) for name in errors.layers}, links=factors)

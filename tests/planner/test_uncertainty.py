@@ -108,19 +108,23 @@ def test_other_candidates_of_a_family_are_weighed_too(knowing: Exploration) -> N
 def test_links_at_the_edge_of_their_error_are_slower_and_faster_together_and_alone() -> None:
     edges = edge_scenarios(Errors(layers={"x": 0.1}, links=(0.3, 0.0, 0.1)), 5, by=2.0)
     assert (edges.layers["x"] == 1).all()
-    assert edges.layers["x"].shape == (8, 5)
-    slow, fast = edges.links[:4], edges.links[4:]
-    assert slow * fast == pytest.approx(np.ones((4, 3)))
+    assert edges.layers["x"].shape == (6, 5)
+    slow, fast = edges.links[:3], edges.links[3:]
+    assert slow * fast == pytest.approx(np.ones((3, 3)))
     step = np.exp(2 * np.sqrt(np.log1p(np.square([0.3, 0.0, 0.1]))))
-    assert slow == pytest.approx(np.stack([step, [step[0], 1, 1], [1, 1, 1], [1, 1, step[2]]]))
-    both = edges.and_also(edge_scenarios(Errors(layers={"x": 0.1}, links=(0.1,) * 3), 5, by=1.0))
-    assert len(both) == 16
-    assert both.layers["x"].shape == (16, 5)
+    assert slow == pytest.approx(np.stack([step, [step[0], 1, 1], [1, 1, step[2]]]))
+    many = edge_scenarios(Errors(layers={"x": 0.1}, links=(0.1,) * 9), 5, by=1.0)
+    assert len(many) == 2
+    exact = edge_scenarios(Errors(layers={"x": 0.1}, links=(0.0, 0.0, 0.0)), 5, by=1.0)
+    assert len(exact) == 0
+    both = edges.and_also(exact).and_also(edges)
+    assert len(both) == 12
+    assert both.layers["x"].shape == (12, 5)
 
 
 def test_what_is_best_where_links_are_slow_or_fast_is_weighed() -> None:
-    """Two fast accelerators in one node and two slow ones in another: replicated stages that suit another link than
-    the measured one are not near what suits that."""
+    """Two fast accelerators in one node and two slow ones in another: replicated stages that suit another link
+    than the measured one are not near what suits that."""
     members = tuple(
         Accelerator(name=f"{node}/{index}", type=kind, node=node)
         for node, kind in (("one", "x"), ("two", "y"))

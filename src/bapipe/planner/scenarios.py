@@ -24,6 +24,9 @@ from bapipe.simulator.simulate import Costs
 
 __all__ = ["Errors", "Scenarios", "draw_scenarios", "edge_scenarios", "known_errors"]
 
+_FEW_LINKS = 4
+"""links that are known with an error up to which each is changed alone, too"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
@@ -155,9 +158,17 @@ def draw_scenarios(errors: Errors, layers: int, count: int, *, seed: int) -> Sce
 
 
 def edge_scenarios(errors: Errors, layers: int, *, by: float) -> Scenarios:
-    """All links together and each alone, slower and faster by so many standard errors; layers as measured."""
-    count = len(errors.links)
-    patterns = np.concatenate([np.ones((1, count)), np.eye(count)]) if count > 1 else np.ones((1, count))
-    drawn = by * np.concatenate([patterns, -patterns])
-    factors = np.exp(drawn * np.sqrt(np.log1p(np.square(errors.links))))
-    return Scenarios(layers={name: np.ones((len(drawn), layers)) for name in errors.layers}, links=factors)
+    """All links together and each alone, slower and faster by so many standard errors; layers as measured.
+
+    Links that are known exactly stay as they are, and where many are not, none is changed alone.
+    """
+    spreads = np.sqrt(np.log1p(np.square(errors.links)))
+    unsure = np.flatnonzero(spreads)
+    alone = np.eye(len(spreads))[unsure] if 1 < len(unsure) <= _FEW_LINKS else np.zeros((0, len(spreads)))
+    together = np.ones((min(1, len(unsure)), len(spreads)))
+    factors = np.exp(by * spreads * np.concatenate([together, alone]))
+    count = 2 * len(factors)
+    return Scenarios(
+        layers={name: np.ones((count, layers)) for name in errors.layers},
+        links=np.concatenate([factors, 1 / factors]),
+    )

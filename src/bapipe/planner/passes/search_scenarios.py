@@ -51,8 +51,10 @@ def best_in_scenarios(
         if state.request.schedule in (None, "zb"):
             reorder_pipelines(own)
         found = sorted((item for item in own.incumbents.by_family.values() if item.short is None), key=rank)
-        for item in found[: tuning.scenario_bests]:
-            yield replace(item.candidate, chain=state.chain(item.candidate.chain.microbatch))
+        for candidate in (item.candidate for item in found[: tuning.scenario_bests]):
+            chain = state.chain(candidate.chain.microbatch)
+            if chain.units == candidate.chain.units:
+                yield replace(candidate, chain=chain)
 
 
 def _best_of_shapes(search: CutSearch, shapes: Sequence[Shape], reach: float) -> list[Evaluation]:

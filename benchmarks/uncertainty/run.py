@@ -2,18 +2,22 @@
 
 python benchmarks/uncertainty/run.py                  200 random profiles, one truth of each, half an hour
 python benchmarks/uncertainty/run.py --profiles 20    fewer
+
+Each profile is a line of result.jsonl as soon as it is done, and is not done again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +27,16 @@ from bapipe.analysis.recalibrate import predict_again
 from bapipe.costs.fields import COST_FIELDS, as_tuples
 from bapipe.costs.profile import CostTable, Profile, ProfiledLayer
 from bapipe.costs.segments import make_chain
+from bapipe.costs.stage_time import stage_seconds
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.models.layers import ModelRef
-from bapipe.planner import Exploration, Request, explore, race_candidates
+from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
 from bapipe.planner.evaluate import Candidate, Hardware, evaluate, plan_timeline
+from bapipe.planner.race import unraced_evaluations
 from bapipe.planner.scenarios import Scenarios, draw_scenarios, known_errors
+from bapipe.records.plan import Plan
+from bapipe.records.run_record import RunRecord
+from bapipe.schedule.actions import Kind
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "helpers"))
@@ -37,6 +46,7 @@ LAYER_ERROR, LINK_ERROR = 0.05, 0.3
 KNOWN_LAYER_ERROR, KNOWN_LINK_ERROR = 0.03, 0.05
 """relative errors after runs: of a layer as small as `calibrate` has it, and of a link"""
 RACED = 6
+FURTHER_ROUNDS = 2
 SIZES = (1, 2, 4, 8)
 TYPES = ("a", "b")
 
@@ -54,6 +64,8 @@ class Case:
 class Regret:
     """Time over that of the best plan for the truth, less one."""
 
+    profile: int
+    """seed"""
     nominal: float
     """of the plan that is fastest by the measured times"""
     robust: float
@@ -62,10 +74,14 @@ class Regret:
     """of the fastest of the raced plans"""
     raced_again: float
     """of the fastest after a second round, with the plans that the first round's runs speak for"""
+    raced_on: float
+    """of the fastest after a third round"""
+    expected: float
+    """mean regret of the chosen plan by the planner's own scenarios"""
     seconds: tuple[float, float]
-    """of planning without errors and with them"""
-    runners: tuple[int, int]
-    """plans that were raced"""
+    """processor time of planning without errors and with them"""
+    runners: tuple[int, ...]
+    """plans that were raced in each round"""
 
 
 def random_case(seed: int) -> Case:
@@ -159,38 +175,73 @@ def takes(candidate: Candidate, profile: Profile, hardware: Hardware) -> float:
     return evaluate(replace(candidate, chain=chain), hardware).time
 
 
-def second_round(
+def true_run(plan: Plan, profile: Profile, cluster: Cluster) -> RunRecord:
+    """What a run of the plan records; of replicas of two types each takes its own time, not that of the slower."""
+    timeline = plan_timeline(predict_again(plan, profile, cluster))
+    kind_of = {item.name: item.type for item in cluster.accelerators}
+    end = timeline.end.copy()
+    for index, stage in enumerate(plan.stages):
+        kinds = [kind_of[name] for name in stage.accelerators]
+        names = list(dict.fromkeys(kinds))
+        chain = make_chain(profile, names, plan.microbatch_size)
+        span = [(stage.first_layer, stage.last_layer)]
+        slow = stage_seconds(chain, span)
+        for name, kind in zip(stage.accelerators, kinds, strict=True):
+            own = stage_seconds(chain, span, [[names.index(kind)]])
+            parts = {
+                Kind.F: (own.forward, slow.forward),
+                Kind.B: (own.backward, slow.backward),
+                Kind.I: (own.backward - own.weight_gradient, slow.backward - slow.weight_gradient),
+                Kind.W: (own.weight_gradient, slow.weight_gradient),
+            }
+            here = (timeline.stages == index) & (timeline.ranks == plan.ranks.index(name))
+            for action, (mine, most) in parts.items():
+                which = here & (timeline.kinds == action)
+                share = float(mine[0] / most[0]) if most[0] else 1.0
+                end[which] = timeline.start[which] + timeline.work[which] * share
+    return made_run(plan, replace(timeline, end=end))
+
+
+def further_rounds(
     found: Exploration, times: Sequence[float], profile: Profile, hardware: Hardware
-) -> tuple[float, ...]:
-    """Seconds of the plans that a second round of the race has; `times` are those of the first, in its order."""
-    plans = race_candidates(found, RACED)
+) -> Iterator[list[float]]:
+    """Seconds of the plans of each round of the race after the first, which took `times`, in its order.
+
+    As in a race of real runs: the costs are corrected by all runs so far, and searched again.
+    """
+    plans, seconds = list(race_candidates(found, RACED)), list(times)
     if len(plans) == 1:
-        return ()
-    runs = []
-    for plan, seconds in zip(plans, times, strict=True):
-        record = made_run(plan, plan_timeline(predict_again(plan, profile, hardware.cluster)))
-        runs.append(ShortRun(plan=plan, records=(record,), seconds=seconds))
-    known = calibrate(found.profile, found.hardware.cluster, runs)
-    request = replace(found.request, layer_error=KNOWN_LAYER_ERROR, link_error=KNOWN_LINK_ERROR)
-    again = explore(known.profile, known.cluster, request)
-    assert again.outlook is not None
-    runners = again.outlook.race(RACED - 1 + len(plans), worth=again.tuning.race_gain)
-    enough = min(times) * (1 - again.tuning.race_again_gain)
-    others = [own.candidate for own in runners if own.time <= enough][: RACED - 1]
-    return tuple(takes(candidate, profile, hardware) for candidate in others)
+        return
+    while True:
+        runs = [
+            ShortRun(plan=plan, records=(true_run(plan, profile, hardware.cluster),), seconds=own)
+            for plan, own in zip(plans, seconds, strict=True)
+        ]
+        known = calibrate(found.profile, found.hardware.cluster, runs)
+        request = replace(found.request, layer_error=KNOWN_LAYER_ERROR, link_error=KNOWN_LINK_ERROR)
+        again = explore(known.profile, known.cluster, request)
+        more = unraced_evaluations(found, again, plans, beat=min(seconds), limit=RACED - 1)
+        new = [takes(own.candidate, profile, hardware) for own in more]
+        yield new
+        if not new:
+            return
+        plans += [make_plan(replace(found, best=own, left_out=None)) for own in more]
+        seconds += new
 
 
 def regrets(case: Case, seed: int, truths: int) -> list[Regret]:
     """Of one case under random truths."""
     request = Request(global_batch=case.global_batch)
     knowing = replace(request, layer_error=LAYER_ERROR, link_error=LINK_ERROR)
-    begin = time.perf_counter()
+    begin = time.process_time()
     nominal = explore(case.profile, case.cluster, request)
-    middle = time.perf_counter()
+    middle = time.process_time()
     robust = explore(case.profile, case.cluster, knowing)
-    seconds = middle - begin, time.perf_counter() - middle
+    seconds = middle - begin, time.process_time() - middle
     assert robust.outlook is not None
-    raced = robust.outlook.race(RACED, worth=robust.tuning.race_gain)
+    outlook = robust.outlook
+    raced = outlook.race(RACED, worth=robust.tuning.race_gain)
+    expected = float((outlook.times[0] / outlook.times.min(axis=0)).mean()) - 1
     errors = known_errors(case.profile, case.cluster, knowing)
     found = []
     for number in range(truths):
@@ -199,18 +250,21 @@ def regrets(case: Case, seed: int, truths: int) -> list[Regret]:
         first, second, *others = (
             takes(one.candidate, profile, hardware) for one in (nominal.best, robust.best, *raced)
         )
-        race = min(others)
-        more = second_round(robust, others, profile, hardware)
-        again = min([race, *more])
-        best = min(explore(profile, hardware.cluster, request).best.time, first, again)
+        more = list(itertools.islice(further_rounds(robust, others, profile, hardware), FURTHER_ROUNDS))
+        fastest = list(itertools.accumulate([min(others), *(min(own, default=math.inf) for own in more)], min))
+        fastest += fastest[-1:] * (1 + FURTHER_ROUNDS - len(fastest))
+        best = min(explore(profile, hardware.cluster, request).best.time, first, second, fastest[-1])
         found.append(
             Regret(
+                profile=seed,
                 nominal=first / best - 1,
                 robust=second / best - 1,
-                raced=race / best - 1,
-                raced_again=again / best - 1,
+                raced=fastest[0] / best - 1,
+                raced_again=fastest[1] / best - 1,
+                raced_on=fastest[2] / best - 1,
+                expected=expected,
                 seconds=seconds,
-                runners=(len(raced), len(more)),
+                runners=(len(raced), *(len(more[index]) if index < len(more) else 0 for index in (0, 1))),
             )
         )
     return found
@@ -233,7 +287,9 @@ def summary(found: Sequence[Regret]) -> dict[str, object]:
         "robust": figures([one.robust for one in found]),
         "raced": figures([one.raced for one in found]),
         "raced_again": figures([one.raced_again for one in found]),
-        "runners": [statistics.mean(one.runners[index] for one in found) for index in (0, 1)],
+        "raced_on": figures([one.raced_on for one in found]),
+        "expected": statistics.mean(one.expected for one in found),
+        "runners": [statistics.mean(one.runners[index] for one in found) for index in range(1 + FURTHER_ROUNDS)],
         "planning_seconds": [statistics.mean(one.seconds[index] for one in found) for index in (0, 1)],
     }
 
@@ -241,27 +297,34 @@ def summary(found: Sequence[Regret]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profiles", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--truths", type=int, default=1)
     parser.add_argument("--out", default=str(HERE / "result.json"))
     options = parser.parse_args()
-    found: list[Regret] = []
-    for seed in range(options.profiles):
-        found += regrets(random_case(seed), seed, options.truths)
-        if seed % 20 == 19 or seed + 1 == options.profiles:
-            result = {
-                "environment": {
-                    "python": sys.version.split()[0],
-                    "numpy": np.__version__,
-                    "machine": platform.machine(),
-                },
-                "layer_error": LAYER_ERROR,
-                "link_error": LINK_ERROR,
-                "profiles": seed + 1,
-                "truths": options.truths,
-                **summary(found),
-            }
-            Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
-            print(json.dumps(result), flush=True)
+    lines = Path(options.out).with_suffix(".jsonl")
+    known = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    found = [Regret(**row) for row in known if row["profile"] < options.profiles]
+    done = {one.profile for one in found}
+    for seed in range(options.first, options.profiles):
+        if seed in done:
+            continue
+        new = regrets(random_case(seed), seed, options.truths)
+        with lines.open("a") as file:
+            file.writelines(json.dumps(asdict(one)) + "\n" for one in new)
+        found += new
+    result = {
+        "environment": {
+            "python": sys.version.split()[0],
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+        },
+        "layer_error": LAYER_ERROR,
+        "link_error": LINK_ERROR,
+        "truths": options.truths,
+        **summary(sorted(found, key=lambda one: one.profile)),
+    }
+    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

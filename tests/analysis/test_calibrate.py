@@ -136,3 +136,14 @@ def test_sums_of_gradients_have_the_rate_that_data_parallelism_showed() -> None:
     found = calibrate(profile, cluster, [run])
     assert found.profile == profile
     assert found.cluster.collective_bandwidth == pytest.approx(10.0, rel=1e-3)
+
+
+def test_data_parallelism_on_some_accelerators_does_not_tell_the_rate_of_all() -> None:
+    profile, cluster = filed()
+    plan = planned(profile, cluster, global_batch=8, microbatch=4, schedule="data-parallel")
+    more = replace(
+        cluster,
+        accelerators=(*cluster.accelerators, replace(cluster.accelerators[0], name="another/0", node="another")),
+    )
+    run = ShortRun(plan=plan, records=(), seconds=2 * plan.prediction.time)
+    assert calibrate(profile, more, [run]).cluster == more

@@ -13,6 +13,8 @@ from bapipe.hardware.cluster import Accelerator, Cluster, Link
 from bapipe.planner import Request, explore, make_plan
 from bapipe.planner.evaluate import plan_timeline
 from bapipe.records.plan import Plan
+from bapipe.schedule.generators import SCHEDULES, with_update
+from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.simulator.timeline import Timeline
 from made_profiles import made_cluster, made_profile
 from made_runs import made_run
@@ -77,6 +79,21 @@ def test_links_that_take_longer_than_described_are_found_again() -> None:
         assert (one.bandwidth, one.latency) == pytest.approx((other.bandwidth, other.latency))
     again = plan_timeline(replace(plan, cluster=corrected))
     assert again.time == pytest.approx(measured.time, rel=1e-9)
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.3])
+def test_a_link_that_is_always_busy_is_found_again(latency: float) -> None:
+    """Every message but the first waits for the one before it, and its receiver is done long before it comes."""
+    plan = _plan(replace(made_cluster({"x": 2}), within=Link(bandwidth=1.0, latency=latency)), stages=2)
+    slow = replace(plan.cluster, within=Link(bandwidth=1 / 60, latency=60 * latency))
+    queued = replace(plan, schedule=ScheduleFile.of(with_update(SCHEDULES["gpipe"](2, 8))))
+    measured = plan_timeline(replace(queued, cluster=slow))
+    free = measured.previous_end()[measured.consumers()]
+    assert ((free > 0) & (free <= measured.transfers.start)).sum() < FEWEST_TRANSFERS
+    (found,) = estimate_links(queued, measured)
+    assert found.transfers >= FEWEST_TRANSFERS
+    assert found.corrected is not None
+    assert found.ratio == pytest.approx(60.0, rel=1e-6)
 
 
 def _late(timeline: Timeline, seconds: float) -> Timeline:

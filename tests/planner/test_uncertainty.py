@@ -13,12 +13,12 @@ import pytest
 
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
-from bapipe.hardware.cluster import Cluster, Link
-from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
+from bapipe.hardware.cluster import Accelerator, Cluster, Link
+from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates, unraced_candidates
 from bapipe.planner.evaluate import evaluate
 from bapipe.planner.order_search import orders_under, takes_orders
 from bapipe.planner.outlook import complexity, least_regret
-from bapipe.planner.scenarios import Errors, draw_scenarios, known_errors
+from bapipe.planner.scenarios import Errors, draw_scenarios, edge_scenarios, known_errors
 from bapipe.records.plan import read_plan, write_plan
 from made_profiles import made_cluster, made_profile
 from paths import REPOSITORY
@@ -105,6 +105,50 @@ def test_other_candidates_of_a_family_are_weighed_too(knowing: Exploration) -> N
     assert len(cuts) > 1
 
 
+def test_links_at_the_edge_of_their_error_are_slower_and_faster_together_and_alone() -> None:
+    edges = edge_scenarios(Errors(layers={"x": 0.1}, links=(0.3, 0.0, 0.1)), 5, by=2.0)
+    assert (edges.layers["x"] == 1).all()
+    assert edges.layers["x"].shape == (6, 5)
+    slow, fast = edges.links[:3], edges.links[3:]
+    assert slow * fast == pytest.approx(np.ones((3, 3)))
+    step = np.exp(2 * np.sqrt(np.log1p(np.square([0.3, 0.0, 0.1]))))
+    assert slow == pytest.approx(np.stack([step, [step[0], 1, 1], [1, 1, step[2]]]))
+    many = edge_scenarios(Errors(layers={"x": 0.1}, links=(0.1,) * 9), 5, by=1.0)
+    assert len(many) == 2
+    exact = edge_scenarios(Errors(layers={"x": 0.1}, links=(0.0, 0.0, 0.0)), 5, by=1.0)
+    assert len(exact) == 0
+    both = edges.and_also(exact).and_also(edges)
+    assert len(both) == 12
+    assert both.layers["x"].shape == (12, 5)
+
+
+def test_what_is_best_where_links_are_slow_or_fast_is_weighed() -> None:
+    """Two fast accelerators in one node and two slow ones in another: replicated stages that suit another link
+    than the measured one are not near what suits that."""
+    members = tuple(
+        Accelerator(name=f"{node}/{index}", type=kind, node=node)
+        for node, kind in (("one", "x"), ("two", "y"))
+        for index in (0, 1)
+    )
+    base = made_cluster({"x": 1, "y": 1})
+    nodes = replace(
+        base,
+        accelerators=members,
+        within=Link(bandwidth=2.0, latency=0.0),
+        between=Link(bandwidth=0.3, latency=0.0),
+    )
+    made = made_profile(
+        {"x": [1.0, 2.0, 1.0, 1.0], "y": [4.0, 8.0, 4.0, 4.0]}, boundary=[0.5, 0.2, 0.4, 0.0], weights=[1.0] * 4
+    )
+    found = explore(made, nodes, KNOWING)
+    assert found.outlook is not None
+    edges = edge_scenarios(found.outlook.errors, 4, by=found.tuning.edge_errors)
+    weighed = edges.times(found.outlook.evaluations, found.hardware).min(axis=0)
+    for number in (0, len(edges) // 2):
+        best = explore(made, edges.hardware(found.hardware, number).cluster, REQUEST).best
+        assert weighed[number] <= best.time * 1.002
+
+
 def test_orders_made_for_other_times_are_weighed_too(knowing: Exploration) -> None:
     """The same stages in several zero-bubble orders; each is a plan of its own for the race."""
     assert knowing.outlook is not None
@@ -170,6 +214,28 @@ def test_a_race_starts_with_the_choice_and_has_no_plan_twice(unsure: Exploration
     assert all(one not in shapes[:index] for index, one in enumerate(shapes))
 
 
+def test_a_further_round_has_what_may_beat_the_fastest_run(unsure: Exploration) -> None:
+    """A time that none can beat leaves nobody; one that is easy to beat brings the fastest in the mean first."""
+    outlook = unsure.outlook
+    assert outlook is not None
+    samples = outlook.evaluations[0].samples
+    assert outlook.improving(3, beat=outlook.times.min() / samples, worth=1e-3) == []
+    easy = outlook.times.max() / samples
+    several = outlook.improving(3, beat=easy, worth=1e-3)
+    assert 1 < len(several) <= 3
+    means = outlook.times.mean(axis=1)
+    assert several[0] is outlook.evaluations[int(means.argmin())]
+    assert several[0] not in outlook.improving(3, beat=easy, worth=1e-3, known=several[:1])
+
+
+def test_plans_that_ran_are_not_raced_again(unsure: Exploration) -> None:
+    raced = race_candidates(unsure, limit=3)
+    again = unraced_candidates(unsure, unsure, raced, beat=unsure.best.time, limit=5)
+    assert again
+    shapes = [(plan.stages, plan.schedule, plan.microbatch_size) for plan in (*raced, *again)]
+    assert all(one not in shapes[:index] for index, one in enumerate(shapes))
+
+
 def test_an_error_of_all_or_more_is_refused() -> None:
     with pytest.raises(BaPipeError, match="--layer-error must be at least 0% and below 100%, got 120%"):
         Request(layer_error=1.2)
@@ -179,10 +245,10 @@ def test_an_error_of_all_or_more_is_refused() -> None:
 def test_a_sample_of_the_benchmark_loses_little(monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = _benchmark(monkeypatch)
     found = [regret for seed in range(10) for regret in benchmark.regrets(benchmark.random_case(seed), seed, 1)]
-    robust, raced = ([getattr(one, name) for one in found] for name in ("robust", "raced"))
-    assert np.mean(robust) <= 0.02
+    robust, raced, on = ([getattr(one, name) for one in found] for name in ("robust", "raced", "raced_on"))
+    assert np.mean(robust) <= 0.015
     assert np.mean(raced) <= 0.005
-    assert np.mean(raced) <= np.mean(robust) <= np.mean([one.nominal for one in found])
+    assert max(on) <= 0.01
 
 
 def _benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -22,11 +22,12 @@ from bapipe.analysis.link_estimate import estimate_links, fit_links
 from bapipe.analysis.recalibrate import fit_profile, predict_again, recalibrate
 from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
 from bapipe.costs.profile import Profile, write_profile
+from bapipe.costs.segments import make_chain
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.cluster_toml import cluster_toml
 from bapipe.io.files import write_text
-from bapipe.planner import Request, explore
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.data_parallel import data_parallel_candidate
+from bapipe.planner.evaluate import Hardware, evaluate, plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord, to_timeline
 
@@ -84,7 +85,8 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
         changes += [*_layer_changes(profile, by_size), *_link_changes(cluster, linked)]
         changes.append(f"a step takes {1e3 * overhead:.3g} ms beside its actions")
     for run in runs:
-        if run.plan.kind == "data-parallel":
+        # Of a part of the accelerators it would say what links of that part do, not what those of all do.
+        if run.plan.kind == "data-parallel" and len(run.plan.ranks) == len(cluster):
             rate = _sum_rate(corrected, linked, run.plan, run.seconds)
             linked = replace(linked, collective_bandwidth=rate)
             changes.append(f"gradients are summed at {rate / 1e9:.3g} GB/s")
@@ -146,17 +148,13 @@ def _between(profile: Profile, by_size: dict[int, Profile], spread: float | None
 
 def _sum_rate(profile: Profile, cluster: Cluster, plan: Plan, seconds: float) -> float:
     """The bytes/s of sums with which data parallelism is predicted to take that long, by halving."""
+    types = list(dict.fromkeys(item.type for item in cluster.accelerators))
+    chain = make_chain(profile, types, plan.microbatch_size)
+    steps = plan.microbatches // len(cluster)
 
     def predicted(rate: float) -> float:
-        request = Request(
-            global_batch=plan.global_batch,
-            microbatch=plan.microbatch_size,
-            schedule="data-parallel",
-            optimizer=plan.optimizer,
-            layer_error=0.0,  # one plan is asked for: there is nothing to weigh
-            link_error=0.0,
-        )
-        return explore(profile, replace(cluster, collective_bandwidth=rate), request).best.time
+        hardware = Hardware(cluster=replace(cluster, collective_bandwidth=rate))
+        return evaluate(data_parallel_candidate(chain, hardware, steps), hardware).time
 
     low, high = map(math.log, _RATES)
     for _ in range(_HALVINGS):

@@ -3,12 +3,16 @@
 A transfer shows how long its link takes only where the receiver stood waiting for it when the sender handed it
 over: a busy receiver takes note of it late. A rank that has not acted yet may still be on its way into the step,
 so its first input shows nothing either.
+
+Over a link that is always busy the next message is handed over before the receiver is done with the last. Where
+that leaves too few, those count for which the receiver waited at least half of the time that the link took.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -23,6 +27,8 @@ __all__ = ["FEWEST_TRANSFERS", "LinkEstimate", "correct_links", "estimate_links"
 FEWEST_TRANSFERS = 3
 """of fewer, one odd transfer would be the median: nothing is corrected by them"""
 
+_Row = tuple[float, float, float]
+"""bytes, seconds predicted and seconds measured of a transfer"""
 _MOST_ERROR = 0.9
 """relative error of a link, at most"""
 _APART = 1.5
@@ -62,31 +68,46 @@ def estimate_links(plan: Plan, *measured: Timeline) -> tuple[LinkEstimate, ...]:
     cluster = plan.cluster
     names = [accelerator.name for accelerator in cluster.accelerators]
     index = [names.index(name) for name in plan.ranks]
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    found: dict[str, list[_Row]] = {}
+    queued: dict[str, list[_Row]] = {}
     links: dict[str, Link | None] = {}
-    for step, source, to_rank, seconds in ((one, *row) for one in measured for row in _waited_for(one)):
-        ends = index[int(step.ranks[source])], index[to_rank]
-        stage = plan.stages[int(step.stages[source])]
-        forward = step.kinds[source] == Kind.F
-        size = stage.send_forward_bytes if forward else stage.send_backward_bytes
-        key, link, bandwidth, alone = _entry(cluster, *ends)
-        predicted = size / bandwidth + link.latency
-        if predicted > 0 and seconds > 0:
-            found.setdefault(key, []).append((size, predicted, seconds))
-            links[key] = link if alone else None
+    for step in measured:
+        for source, to_rank, since, seconds in _waited_for(step):
+            ends = index[int(step.ranks[source])], index[to_rank]
+            stage = plan.stages[int(step.stages[source])]
+            forward = step.kinds[source] == Kind.F
+            size = stage.send_forward_bytes if forward else stage.send_backward_bytes
+            key, link, bandwidth, alone = _entry(cluster, *ends)
+            predicted = size / bandwidth + (0.0 if since == "message" else link.latency)
+            if predicted > 0 and seconds > 0:
+                (found if since == "idle" else queued).setdefault(key, []).append((size, predicted, seconds))
+                links[key] = link if alone else None
+    for key, rows in queued.items():
+        if len(found.get(key, ())) < FEWEST_TRANSFERS <= len(rows):
+            found[key] = rows
     return tuple(_estimate(key, np.array(rows), links[key]) for key, rows in found.items())
 
 
-def _waited_for(timeline: Timeline) -> list[tuple[int, int, float]]:
-    """Action, receiving rank and seconds of the transfers whose receiver had ended an action and waited."""
+def _waited_for(timeline: Timeline) -> Iterator[tuple[int, int, Literal["idle", "busy", "message"], float]]:
+    """Action and receiving rank of transfers whose receiver had ended an action and waited; since when, seconds.
+
+    Since it was handed over, to a receiver that was idle then or still busy; or since the arrival of the message
+    before it over the same link, which is then not late by the link's latency once more.
+    """
     transfers, consumers, free = timeline.transfers, timeline.consumers(), timeline.previous_end()
-    return [
-        (int(source), int(to_rank), float(arrival - start))
-        for source, to_rank, start, arrival, consumer in zip(
-            transfers.source, transfers.to_rank, transfers.start, transfers.arrival, consumers, strict=True
-        )
-        if consumer >= 0 and 0 < free[consumer] <= start
-    ]
+    before: dict[tuple[int, int], float] = {}
+    for place in np.argsort(transfers.arrival, kind="stable").tolist():
+        source, to_rank, consumer = int(transfers.source[place]), int(transfers.to_rank[place]), consumers[place]
+        start, arrival = float(transfers.start[place]), float(transfers.arrival[place])
+        way = int(timeline.ranks[source]), to_rank
+        last = before.get(way, 0.0)
+        before[way] = arrival
+        if consumer < 0 or free[consumer] <= 0:
+            continue
+        if free[consumer] <= start:
+            yield source, to_rank, "idle", arrival - start
+        elif arrival - free[consumer] >= (arrival - max(start, last)) / 2:
+            yield source, to_rank, "message" if last > start else "busy", arrival - max(start, last)
 
 
 def _entry(cluster: Cluster, first: int, second: int) -> tuple[str, Link, float, bool]:

@@ -134,8 +134,8 @@ def message_bytes(schedule: Schedule, needed: Sequence[StageBytes]) -> list[floa
 def _messages(schedule: Schedule, needed: Sequence[StageBytes]) -> tuple[list[float], list[float]]:
     """By stage, bytes of those that one of its ranks sends and of those that it receives ahead, two of each wire.
 
-    Where micro-batches are dealt to replicas in turn a rank of r replicas has s / gcd(r, s) wires to s others. What
-    a stage hands to the next on the same rank is not sent: one of each way is held until it is taken.
+    Where micro-batches are dealt to replicas in turn a rank of r replicas has s / gcd(r, s) wires to s others.
+    What a stage hands to the next on the same rank is not sent: one of each way is held until it is taken.
     """
     counts = [len(ranks) for ranks in schedule.placement]
     local = [one == other for one, other in itertools.pairwise(schedule.placement)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +30,7 @@ from bapipe.planner.stage_tables import StageTables
 from bapipe.planner.state import SearchState
 from bapipe.units import format_seconds
 
-__all__ = ["CutSearch", "Shape"]
+__all__ = ["CutSearch", "Shape", "family_of"]
 
 Ints = NDArray[np.int64]
 
@@ -76,10 +76,10 @@ class CutSearch:
         """The chain's costs by run of units, made once."""
         return self._tables.setdefault(chain.microbatch, StageTables(chain))
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self, sizes: Sequence[int]) -> list[Shape]:
         """The shapes whose cases are few enough to try them all, those that may be fastest first."""
         state, found = self._state, []
-        for size in state.tried_sizes:
+        for size in sizes:
             chain = state.chain(size)
             left = self._effort.more * state.tuning.search_cases
             for space, counts in self._counts(chain, state.global_batch // size):
@@ -93,6 +93,17 @@ class CutSearch:
                 order = next(space.usual(counts, cases.microbatches))
                 soonest = float(cases.bound(order).min()) / state.global_batch
                 found.append(Shape(space=space, cases=cases, soonest=soonest))
+        return sorted(found, key=lambda shape: shape.soonest)
+
+    def retimed(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Shapes that another search has listed, by this one's times."""
+        found = []
+        for shape in shapes:
+            old = shape.cases
+            cases = self.cases(self._state.chain(old.chain.microbatch), old.counts, old.cuts, old.orders)
+            order = next(shape.space.usual(cases.counts, cases.microbatches))
+            soonest = float(cases.bound(order).min()) / self._state.global_batch
+            found.append(Shape(space=shape.space, cases=cases, soonest=soonest))
         return sorted(found, key=lambda shape: shape.soonest)
 
     def _counts(self, chain: Chain, microbatches: int) -> Iterator[tuple[OrderSpace, tuple[int, ...]]]:
@@ -190,8 +201,12 @@ class CutSearch:
         overhead = max(cases.chain.profile.table(name).step_overhead or 0.0 for name in cases.chain.types)
         self._steps -= len(order.counts) * (tuning.bound_steps + len(cases) / tuning.cases_as_one)
         least = cases.bound(order) + overhead
-        soon, fit = least < pace * samples, cases.may_fit(order)
-        self.ruled_out = "slow" if not soon.any() else "full" if not fit.any() else ""
+        soon = least < pace * samples
+        if not soon.any():
+            self.ruled_out = "slow"
+            return None
+        fit = cases.may_fit(order)
+        self.ruled_out = "" if fit.any() else "full"
         self.misses += int((soon & ~fit).sum())
         chosen = np.flatnonzero(soon & fit)
         if not len(chosen):
@@ -293,7 +308,7 @@ class CutSearch:
             self.best = evaluation
         elif fits or self.best is not None:
             return
-        self._state.incumbents.add(_family(evaluation.candidate), evaluation)
+        self._state.incumbents.add(family_of(evaluation.candidate), evaluation)
 
     def report(self, soonest: float) -> None:
         """Tell whoever listens the best time and what the rest may gain, given what it takes at least."""
@@ -361,7 +376,7 @@ def _subsets(stages: int) -> list[tuple[int, ...]]:
     return [chosen for count in range(1, stages + 1) for chosen in itertools.combinations(range(stages), count)]
 
 
-def _family(candidate: Candidate) -> str:
+def family_of(candidate: Candidate) -> str:
     """The family in which the candidate competes."""
     name, dealt = candidate.schedule.name, candidate.schedule.dealing is not None
     if name == "data-parallel":

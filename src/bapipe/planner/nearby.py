@@ -6,7 +6,6 @@ changes of layers' and links' times, so that where these are known with an error
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections import Counter
@@ -22,7 +21,7 @@ from bapipe.planner.pipelines import FAMILIES, build, optimal, with_cuts
 from bapipe.planner.scenarios import Scenarios
 from bapipe.planner.state import SearchState
 
-__all__ = ["moved_candidates", "other_orders", "sampled_orders", "sampled_partitions"]
+__all__ = ["moved_candidates", "other_orders", "sampled_orders"]
 
 
 def moved_candidates(candidate: Candidate, cluster: Cluster) -> Iterator[Candidate]:
@@ -76,44 +75,6 @@ def other_orders(state: SearchState, near: Sequence[Evaluation]) -> list[Evaluat
         for own in sorted(distinct.values(), key=rank)[: tuning.ordered_pipelines]:
             found += timed_plans(own, state.hardware, moves="layers", tuning=tuning)
     return found
-
-
-def sampled_partitions(
-    state: SearchState, near: Sequence[Evaluation], scenarios: Scenarios
-) -> Iterator[Candidate]:
-    """Pipelines that the exact partition makes in some scenario, at the micro-batch sizes near the best.
-
-    Of any depth, without replicas and with them; each under the schedules near the best that its shape allows.
-    """
-    request, tuning = state.request, state.tuning
-    if request.strategy != "exact" or request.schedule == "data-parallel" or not near:
-        return
-    sizes = dict.fromkeys(own.candidate.chain.microbatch for own in near)
-    schedules = _schedules(state, near)
-    families = [family for name, family in FAMILIES.items() if name in schedules]
-    widths = (False,) if request.stages is not None or state.paper else (False, True)
-    for size, wide in itertools.product(list(sizes)[: tuning.sampled_sizes], widths):
-        chain, microbatches = state.chain(size), state.global_batch // size
-        found: set[tuple[StageChoice, ...]] = set()
-        for number in range(min(len(scenarios), tuning.sampled_partitions)):
-            hardware, changed = scenarios.hardware(state.hardware, number), scenarios.chain(chain, number)
-            links = state.cluster.stage_links
-            with contextlib.suppress(InfeasibleError):
-                made = optimal(
-                    changed,
-                    hardware,
-                    FAMILIES["1f1b-so"],
-                    microbatches,
-                    num_stages=request.stages or (len(state.cluster) if state.paper else None),
-                    replicas=wide,
-                    link=links[-1 - number % len(links)],
-                    tuning=tuning,
-                )
-                found.add(tuple(made))
-        for stages, family in itertools.product(sorted(found, key=str), families):
-            plain = unreplicated(stages)
-            if len(stages) > 1 and (plain or family.replicas):
-                yield build(chain, stages, family, microbatches, state.hardware, tuning)
 
 
 def sampled_orders(state: SearchState, near: Sequence[Evaluation], scenarios: Scenarios) -> Iterator[Candidate]:

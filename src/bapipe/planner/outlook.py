@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,14 +51,21 @@ class Outlook:
         """
         relative = self._per_sample()
         relative = relative / relative.min(axis=0)
-        taken, fastest = [0], relative[0]
-        while len(taken) < min(limit, len(relative)):
-            after = np.minimum(fastest, relative).mean(axis=1)
-            nearest = int(after.argmin())
-            if after[nearest] > fastest.mean() - worth:
-                break
-            taken.append(nearest)
-            fastest = np.minimum(fastest, relative[nearest])
+        taken = [0, *_lowering(relative, relative[0], limit - 1, worth=worth)]
+        return [self.evaluations[index] for index in taken]
+
+    def improving(
+        self, limit: int, *, beat: float, worth: float, known: Collection[Evaluation] = ()
+    ) -> list[Evaluation]:
+        """What most lowers the mean over scenarios of the fastest time, at most so many, none of the known ones.
+
+        A plan of `beat` seconds per sample has been run, so that its time is the same in all of them. One that is
+        predicted to be as fast, with an error, is faster in half of the scenarios: that counts.
+        """
+        overheads = np.array([[own.overhead / own.samples] for own in self.evaluations])
+        relative = (self._per_sample() + overheads) / beat
+        relative[[index for index, own in enumerate(self.evaluations) if own in known]] = np.inf
+        taken = _lowering(relative, np.ones(relative.shape[1]), limit, worth=worth)
         return [self.evaluations[index] for index in taken]
 
     def _index(self, evaluation: Evaluation) -> int | None:
@@ -67,6 +74,19 @@ class Outlook:
 
     def _per_sample(self) -> Floats:
         return _per_sample(self.evaluations, self.times)
+
+
+def _lowering(relative: Floats, fastest: Floats, limit: int, *, worth: float) -> list[int]:
+    """The candidates that, one after the other, most lower the mean of the fastest, each by so much at least."""
+    taken: list[int] = []
+    while len(taken) < limit:
+        after = np.minimum(fastest, relative).mean(axis=1)
+        nearest = int(after.argmin())
+        if nearest in taken or after[nearest] > fastest.mean() - worth:
+            break
+        taken.append(nearest)
+        fastest = np.minimum(fastest, relative[nearest])
+    return taken
 
 
 def _per_sample(evaluations: Sequence[Evaluation], times: Floats) -> Floats:

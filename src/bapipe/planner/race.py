@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bapipe.costs.segments import make_chain
+from bapipe.costs.profile import ProfiledLayer
+from bapipe.costs.segments import Chain, make_chain
 from bapipe.planner.assemble_plan import make_plan
-from bapipe.planner.evaluate import Evaluation, evaluate
+from bapipe.planner.evaluate import Candidate, Evaluation, StageChoice, as_run, evaluate
 from bapipe.planner.search import Exploration
 from bapipe.planner.state import ideal_seconds
 from bapipe.records.plan import Plan
+from bapipe.schedule.schedule_file import ScheduleFile
 
-__all__ = ["race_candidates", "unraced_candidates"]
+__all__ = ["race_candidates", "unraced_candidates", "unraced_evaluations"]
 
 
 def race_candidates(found: Exploration, limit: int = 6) -> tuple[Plan, ...]:
@@ -28,23 +30,40 @@ def race_candidates(found: Exploration, limit: int = 6) -> tuple[Plan, ...]:
 def unraced_candidates(
     found: Exploration, again: Exploration, raced: Sequence[Plan], *, beat: float, limit: int
 ) -> tuple[Plan, ...]:
-    """At most so many plans that have not run and should be faster than what has, now that more is known.
+    """At most so many plans that have not run and may be faster than what has, now that more is known.
 
     `again` is the search with costs as the `raced` plans showed them, and `beat` the seconds of the fastest of
     these. The plans are made from the costs of `found`, as the raced ones were, so that one profile explains all.
     """
-    enough = beat * (1 - found.tuning.race_again_gain)
+    return tuple(_plan(found, own) for own in unraced_evaluations(found, again, raced, beat=beat, limit=limit))
+
+
+def unraced_evaluations(
+    found: Exploration, again: Exploration, raced: Sequence[Plan], *, beat: float, limit: int
+) -> list[Evaluation]:
+    """What `unraced_candidates` makes plans of: those that are expected to lower the fastest time enough.
+
+    Where no error is known, those that are predicted to.
+    """
     known = [_shape(plan) for plan in raced]
-    plans = []
-    for own in _runners(again, limit + len(raced)):
-        candidate = own.candidate
-        if own.time > enough or not all(unit.whole for unit in candidate.chain.units):
-            continue
-        chain = make_chain(found.profile, candidate.chain.types, candidate.chain.microbatch)
-        plan = _plan(found, evaluate(replace(candidate, chain=chain), found.hardware))
-        if _shape(plan) not in known:
-            plans.append(plan)
-    return tuple(plans[:limit])
+    offered = again.considered if again.outlook is None else again.outlook.evaluations
+    new = [own for own in offered if _may_run(own) and _candidate_shape(own.candidate, found) not in known]
+    worth = found.tuning.race_again_gain
+    if again.outlook is None:
+        best = [own for own in new if own.time <= beat * (1 - worth)][:limit]
+    else:
+        seen = [own for own in offered if own not in new]
+        best = again.outlook.improving(limit, beat=beat / found.global_batch, worth=worth, known=seen)
+    candidates = [own.candidate for own in best]
+    chains = [make_chain(found.profile, own.chain.types, own.chain.microbatch) for own in candidates]
+    return [
+        evaluate(replace(own, chain=chain), found.hardware) for own, chain in zip(candidates, chains, strict=True)
+    ]
+
+
+def _may_run(evaluation: Evaluation) -> bool:
+    """Whether it fits, and is made of whole layers, so that other costs have the same units."""
+    return evaluation.short is None and all(unit.whole for unit in evaluation.candidate.chain.units)
 
 
 def _runners(found: Exploration, limit: int) -> list[Evaluation]:
@@ -57,6 +76,24 @@ def _runners(found: Exploration, limit: int) -> list[Evaluation]:
 def _shape(plan: Plan) -> tuple[object, ...]:
     """What tells two plans of one request apart."""
     return plan.microbatch_size, plan.schedule, tuple((stage.layers, stage.accelerators) for stage in plan.stages)
+
+
+def _candidate_shape(candidate: Candidate, found: Exploration) -> tuple[object, ...]:
+    """The same of what is not a plan yet."""
+    chain, members = candidate.chain, found.hardware.cluster.accelerators
+    stages = tuple(
+        (
+            tuple(layer.name for layer in _layers(chain, stage)),
+            tuple(members[index].name for index in stage.accelerators),
+        )
+        for stage in candidate.stages
+    )
+    return chain.microbatch, ScheduleFile.of(as_run(candidate), copies=candidate.copies), stages
+
+
+def _layers(chain: Chain, stage: StageChoice) -> tuple[ProfiledLayer, ...]:
+    first, last = chain.units[stage.first].layer, chain.units[stage.last].layer
+    return chain.profile.layers[first : last + 1]
 
 
 def _plan(found: Exploration, evaluation: Evaluation) -> Plan:

@@ -22,7 +22,10 @@ from bapipe.simulator.lowering import Network
 from bapipe.simulator.scenario_times import scenario_times
 from bapipe.simulator.simulate import Costs
 
-__all__ = ["Errors", "Scenarios", "draw_scenarios", "known_errors"]
+__all__ = ["Errors", "Scenarios", "draw_scenarios", "edge_scenarios", "known_errors"]
+
+_FEW_LINKS = 4
+"""links that are known with an error up to which each is changed alone, too"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,11 @@ class Scenarios:
 
     def __len__(self) -> int:
         return len(self.links)
+
+    def and_also(self, others: Scenarios) -> Scenarios:
+        """These, and then the others."""
+        layers = {name: np.concatenate([own, others.layers[name]]) for name, own in self.layers.items()}
+        return Scenarios(layers=layers, links=np.concatenate([self.links, others.links]))
 
     def chain(self, chain: Chain, number: int) -> Chain:
         """The chain with its times in one scenario; bytes stay."""
@@ -148,3 +156,20 @@ def draw_scenarios(errors: Errors, layers: int, count: int, *, seed: int) -> Sce
 
     by_type = {name: factors(layers, spread) for name, spread in errors.layers.items()}
     return Scenarios(layers=by_type, links=factors(len(errors.links), errors.links))
+
+
+def edge_scenarios(errors: Errors, layers: int, *, by: float) -> Scenarios:
+    """All links together and each alone, slower and faster by so many standard errors; layers as measured.
+
+    Links that are known exactly stay as they are, and where many are not, none is changed alone.
+    """
+    spreads = np.sqrt(np.log1p(np.square(errors.links)))
+    unsure = np.flatnonzero(spreads)
+    alone = np.eye(len(spreads))[unsure] if 1 < len(unsure) <= _FEW_LINKS else np.zeros((0, len(spreads)))
+    together = np.ones((min(1, len(unsure)), len(spreads)))
+    factors = np.exp(by * spreads * np.concatenate([together, alone]))
+    count = 2 * len(factors)
+    return Scenarios(
+        layers={name: np.ones((count, layers)) for name in errors.layers},
+        links=np.concatenate([factors, 1 / factors]),
+    )

@@ -87,10 +87,18 @@ class Tuning:
     """candidates of each family, micro-batch size and depth that are kept for that"""
     moved_candidates: int = 6
     """candidates near the best of which those with one cut moved, or two accelerators swapped, are added"""
-    sampled_partitions: int = 16
-    """scenarios whose exact partitions are added"""
-    sampled_sizes: int = 2
-    """micro-batch sizes near the best at which they are"""
+    searched_scenarios: int = 12
+    """random scenarios that are searched by simulation, so that what is best in each is weighed"""
+    edge_errors: float = 2.0
+    """standard errors by which links are slower and faster in the scenarios that are searched besides"""
+    scenario_search_steps: int = 15_000
+    """actions that the search of one scenario may time, as `search_steps` counts them"""
+    scenario_starts: int = 4
+    """candidates from which the search of a scenario starts, the fastest in it"""
+    scenario_bests: int = 3
+    """plans of different families that are kept of each, the fastest in it"""
+    screened_candidates: int = 100
+    """candidates near the best that are timed in these scenarios, to choose those that are timed in more"""
     type_orders: int = 12
     """orders of the accelerator types along a pipeline that are tried for that"""
     ordered_pipelines: int = 4
@@ -117,7 +125,7 @@ class Tuning:
     """mean share of the time that one more plan in a race must save"""
 
     race_again_gain: float = 1e-3
-    """share of the fastest raced time that a plan must be predicted to save to be raced in a second round"""
+    """mean share of the fastest raced time that one more plan must be expected to save in a further round"""
 
     fewer_ranks: int = 6
     """accelerators up to which interleaving is tried on fewer of them too"""

@@ -21,7 +21,7 @@ from bapipe.planner.state import SearchState
 from bapipe.planner.v_pipelines import v_pipelines
 from bapipe.schedule.v_shape import V_SHAPED
 
-__all__ = ["search_cuts"]
+__all__ = ["climb_starts", "may_search", "search_cuts"]
 
 
 def search_cuts(state: SearchState) -> None:
@@ -31,8 +31,7 @@ def search_cuts(state: SearchState) -> None:
     asked for.
     """
     request = state.request
-    kinds = {state.cluster.type_of(index).execution for index in range(len(state.cluster))}
-    if request.strategy != "exact" or state.paper or kinds != {"synchronous"}:
+    if not may_search(state):
         return
     search = CutSearch(state, effort_of(request.effort, state.tuning))
     if not order_spaces(request):
@@ -42,12 +41,12 @@ def search_cuts(state: SearchState) -> None:
         if search.best is None:
             _fit(state, search)
         return
-    before, shapes = search.best, search.shapes()
+    before, shapes = search.best, search.shapes(state.tried_sizes)
     if search.open == 0.0:
         # Too many plans to list them all: those near the best ones first.
         if any(own.short is not None for own in state.incumbents.by_family.values()):
             _fit(state, search)
-        for start in _starts(state):
+        for start in climb_starts(state):
             climb(state, search, start)
     search.sweep(shapes)
     if request.dealing == "speed":
@@ -58,6 +57,12 @@ def search_cuts(state: SearchState) -> None:
     state.unsearched = search.open
     if search.best is not before and request.schedule in (None, "zb"):
         reorder_pipelines(state)  # the new best may have an order made for its times, too
+
+
+def may_search(state: SearchState) -> bool:
+    """Whether the request and the accelerators leave plans to the search by simulation."""
+    kinds = {state.cluster.type_of(index).execution for index in range(len(state.cluster))}
+    return state.request.strategy == "exact" and not state.paper and kinds == {"synchronous"}
 
 
 def _fit(state: SearchState, search: CutSearch) -> None:
@@ -100,7 +105,7 @@ def _fold_on(state: SearchState, search: CutSearch, chain: Chain, microbatches: 
             search.take(own)
 
 
-def _starts(state: SearchState) -> list[Evaluation]:
+def climb_starts(state: SearchState) -> list[Evaluation]:
     """The best pipelines that fit and are near the best, each of other stages."""
     best, found = state.incumbents.best, dict[tuple[StageChoice, ...], Evaluation]()
     for own in state.incumbents.ranked():

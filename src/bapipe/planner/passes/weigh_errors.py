@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from bapipe.planner.evaluate import Candidate, Evaluation, evaluate
 from bapipe.planner.incumbents import rank
-from bapipe.planner.nearby import moved_candidates, other_orders, sampled_orders, sampled_partitions
+from bapipe.planner.nearby import moved_candidates, other_orders, sampled_orders
 from bapipe.planner.outlook import Outlook, least_regret
-from bapipe.planner.scenarios import draw_scenarios
+from bapipe.planner.passes.search_scenarios import best_in_scenarios
+from bapipe.planner.scenarios import Scenarios, draw_scenarios, edge_scenarios
 from bapipe.planner.state import SearchState
 
 __all__ = ["weigh_errors"]
@@ -44,19 +47,25 @@ def _finalists(state: SearchState) -> list[Evaluation]:
     for candidate in state.incumbents.near:
         near.add(candidate)
     layers = len(state.profile.layers)
-    if state.thorough(layers):
-        few = draw_scenarios(state.errors, layers, tuning.sampled_partitions, seed=_SEED)
-        for candidate in sampled_partitions(state, near.fastest(tuning.moved_candidates), few):
+    thorough = state.thorough(layers)
+    if thorough:
+        few = draw_scenarios(state.errors, layers, tuning.searched_scenarios, seed=_SEED)
+        edges = edge_scenarios(state.errors, layers, by=tuning.edge_errors)
+        few = few.and_also(edges)
+        for candidate in best_in_scenarios(state, near.fastest(tuning.moved_candidates), few):
             near.add(candidate)
         for evaluation in other_orders(state, near.fastest(tuning.moved_candidates)):
             near.take(evaluation)
     for start in near.fastest(tuning.moved_candidates):
         for candidate in moved_candidates(start.candidate, state.cluster):
             near.add(candidate)
-    kept = {id(own): own for own in (best, *near.fastest(tuning.scenario_candidates), *found)}
-    if state.thorough(layers):
+    chosen = near.fastest(tuning.scenario_candidates)
+    if thorough:
+        chosen = _often_fast(state, near.fastest(tuning.screened_candidates), few)
+    kept = {id(own): own for own in (best, *chosen, *found)}
+    if thorough:
         orders = _Near(state, [])
-        for candidate in sampled_orders(state, near.fastest(tuning.scenario_candidates), few):
+        for candidate in sampled_orders(state, chosen, few):
             orders.add(candidate)
         kept |= {id(own): own for own in orders.fastest(tuning.scenario_orders)}
     finalists, most = [], tuning.scenario_actions // tuning.fewest_scenarios
@@ -65,6 +74,15 @@ def _finalists(state: SearchState) -> list[Evaluation]:
         if most > 0 or own is best:
             finalists.append(own)
     return finalists
+
+
+def _often_fast(state: SearchState, evaluations: list[Evaluation], scenarios: Scenarios) -> list[Evaluation]:
+    """Those that come nearest to the fastest of some scenario, as many as are timed in more of them."""
+    times = scenarios.times(evaluations, state.hardware)
+    relative = times / np.array([[own.samples] for own in evaluations])
+    relative /= relative.min(axis=0)
+    order = np.lexsort((relative.mean(axis=1), relative.min(axis=1)))
+    return [evaluations[index] for index in order[: state.tuning.scenario_candidates].tolist()]
 
 
 class _Near:

@@ -20,7 +20,7 @@ COMMANDS = {
     "checkpoint": ("bapipe.cli.checkpoint", "checkpoint_group"),
     "cluster": ("bapipe.cli.profile", "cluster_group"),
     "compare": ("bapipe.cli.compare", "compare_command"),
-    "export": ("bapipe.cli.checkpoint", "export_alias"),
+    "export": ("bapipe.cli.export", "export_plan_command"),
     "launch": ("bapipe.cli.launch", "launch_command"),
     "merge": ("bapipe.cli.profile", "merge_command"),
     "plan": ("bapipe.cli.plan", "plan_command"),

@@ -172,6 +172,7 @@ class CapturedLayers:
                 weight_bytes=float(layer.weight_bytes),
                 shares_weights_with=known.shares_weights_with,
                 split=layer.split,
+                modules=layer.modules,
             )
             for layer, known in zip(captured.layers, model.layers, strict=True)
         )

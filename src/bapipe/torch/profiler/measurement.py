@@ -61,6 +61,8 @@ class MeasuredLayer:
     weight_bytes: float
     shares_weights_with: str | None = None
     split: Split | None = None
+    modules: tuple[str, ...] = ()
+    """paths of the innermost modules whose operations it has, in order"""
 
     @property
     def steps_weights(self) -> bool:

@@ -97,7 +97,7 @@ def test_torchtitan_follows_its_versions(plan: Plan) -> None:
     given = {item.arg: item.value for item in call.keywords}
     assert ast.literal_eval(given["module_fqns_per_model_part"])[-1][-1] == "lm_head"
     assert ast.literal_eval(given["pipeline_parallel_microbatch_size"]) == 2
-    newest = export_plan(plan, "torchtitan", version="0.4", out="t.py").files["t.py"]
+    newest = export_plan(plan, "torchtitan", version="main", out="t.py").files["t.py"]
     assert "num_pp_microbatches=12" in newest
     assert "microbatch_size=" not in newest
     own = export_plan(decoder_plan(prefix=""), "torchtitan", out="t.py").files["t.py"]

@@ -21,6 +21,8 @@ COMMANDS = {
     "cluster": ("bapipe.cli.profile", "cluster_group"),
     "compare": ("bapipe.cli.compare", "compare_command"),
     "export": ("bapipe.cli.export", "export_plan_command"),
+    "import-trace": ("bapipe.cli.import_trace", "import_trace_command"),
+    "judge": ("bapipe.cli.judge", "judge_command"),
     "launch": ("bapipe.cli.launch", "launch_command"),
     "merge": ("bapipe.cli.profile", "merge_command"),
     "plan": ("bapipe.cli.plan", "plan_command"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bapipe.exporters.plan_features import Feature
 from bapipe.exporters.targets import TARGETS, Target
 
-__all__ = ["capability_table", "version_table"]
+__all__ = ["capability_table", "fill_page", "version_table"]
 
 
 def capability_table() -> str:
@@ -33,3 +33,12 @@ def version_table() -> str:
         )
         rows.append(f"| `{target.name}` | {target.title} | {target.writes} | {versions} |")
     return "\n".join(rows) + "\n"
+
+
+def fill_page(text: str) -> str:
+    """A page with both tables between their marks."""
+    for mark, made in (("versions", version_table()), ("table", capability_table())):
+        start, end = f"<!-- {mark} -->\n", "<!-- end -->"
+        before, _, rest = text.partition(start)
+        text = f"{before}{start}\n{made}\n{end}{rest.partition(end)[2]}"
+    return text

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
 
-__all__ = ["BlockStage", "ModuleStages", "block_lists", "block_stages", "module_stages", "stage_beginnings"]
+__all__ = ["BlockStage", "ModuleStages", "block_of_layer", "block_stages", "module_stages", "stage_beginnings"]
 
 _TABLE_BLOCK = re.compile(r"(block)-(\d+)(?:\.|$)")
 """a block of a built-in table, such as block-3.mlp"""
@@ -84,14 +84,10 @@ def stage_beginnings(plan: Plan) -> tuple[str, ...]:
     return tuple(found)
 
 
-def block_lists(paths: Iterable[str]) -> dict[str, list[int]]:
-    """The lists of blocks that paths go through, outermost lists only: name -> numbers, in order."""
-    found: dict[str, dict[int, None]] = {}
-    for path in paths:
-        block = _block(path)
-        if block is not None:
-            found.setdefault(block[0], {})[block[1]] = None
-    return {name: list(numbers) for name, numbers in found.items()}
+def block_of_layer(name: str) -> tuple[str, int] | None:
+    """(list, number) of the block that a layer belongs to, by its name; None: it is beside the blocks."""
+    match = _TABLE_BLOCK.match(name)
+    return (match[1], int(match[2])) if match else _block(name)
 
 
 def block_stages(plan: Plan) -> tuple[tuple[BlockStage, ...], tuple[str, ...]]:
@@ -105,12 +101,12 @@ def block_stages(plan: Plan) -> tuple[tuple[BlockStage, ...], tuple[str, ...]]:
         stages, moved = found.stages, found.moved
     else:
         stages, moved = _table_stages(plan)
-    lists = block_lists(path for stage in stages for path in stage)
+    lists = dict.fromkeys(block[0] for stage in stages for path in stage if (block := _block(path)))
     if len(lists) != 1:
         have = ", ".join(lists) or "none"
         raise BaPipeError(
             f"this target takes a model with one list of blocks, {plan.model.name} has {have[:120]}; export it "
-            "--to torch, torchtitan, automodel or device-map"
+            "--to torch, automodel or device-map"
         )
     numbers = [[block[1] for path in stage if (block := _block(path))] for stage in stages]
     ordered = [number for own in numbers for number in own]
@@ -143,8 +139,8 @@ def _table_stages(plan: Plan) -> tuple[tuple[tuple[str, ...], ...], tuple[str, .
     parts: list[dict[str, int]] = [{} for _ in plan.stages]
     for stage, own in zip(plan.stages, parts, strict=True):
         for layer in stage.layers:
-            match = _TABLE_BLOCK.match(layer)
-            name = f"{match[1]}.{match[2]}" if match else layer
+            block = block_of_layer(layer)
+            name = layer if block is None else f"{block[0]}.{block[1]}".lstrip(".")
             own[name] = own.get(name, 0) + 1
     if not any(_block(name) for own in parts for name in own):
         _require_modules(plan)

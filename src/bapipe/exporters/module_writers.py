@@ -32,7 +32,8 @@ def _titan_stages(job: Job) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...
     """(modules of each stage, cuts that moved, notes): the plan's own names where torchtitan finds them."""
     if any(stage.modules for stage in job.plan.stages):
         found = module_stages(job.plan)
-        if all(_TITAN_NAME.fullmatch(path) for stage in found.stages for path in stage):
+        lists = {path.split(".")[0] for stage in found.stages for path in stage if "." in path}
+        if len(lists) <= 1 and all(_TITAN_NAME.fullmatch(path) for stage in found.stages for path in stage):
             return found.stages, found.moved, ()
     stages, moved = block_stages(job.plan)
     output = "output" if job.version == "0.2" else "lm_head"
@@ -65,7 +66,7 @@ def write_torchtitan(job: Job) -> Export:
     if csv is not None:
         path = json.dumps(job.csv) if toml else 'str(Path(__file__).with_suffix(".csv"))'
         fields["pipeline_parallel_schedule_csv"] = path
-    if job.version == "0.4":
+    if job.version == "main":
         fields["num_pp_microbatches"] = str(plan.microbatches // replicas)
     else:
         fields["pipeline_parallel_microbatch_size"] = str(plan.microbatch_size)

@@ -14,7 +14,7 @@ from bapipe.units import format_bytes
 if TYPE_CHECKING:
     from bapipe.torch.checkpoint.checkpoint_survey import CheckpointSummary, Verified
 
-__all__ = ["checkpoint_group", "export_alias", "export_command", "list_command", "verify_command"]
+__all__ = ["checkpoint_group", "export_command", "list_command", "verify_command"]
 
 
 @click.group("checkpoint")
@@ -130,9 +130,3 @@ def export_command(checkpoint: str, out: str) -> None:
 
     print_log()
     click.echo(f"wrote {out} from {export_safetensors(checkpoint, out)}")
-
-
-export_alias = click.Command(
-    "export", callback=export_command.callback, params=export_command.params, help=export_command.help, hidden=True
-)
-"""the name that `bapipe checkpoint export` had first"""

@@ -38,6 +38,8 @@ class ProfiledLayer:
     split: Split | None = None
     shares_weights_with: str | None = None
     """the layer that holds the same parameters (tied weights)"""
+    modules: tuple[str, ...] = ()
+    """paths of the model's innermost modules that run in it, in order; (): not known"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

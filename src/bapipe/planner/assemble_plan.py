@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
 from bapipe.costs.optimizers import same_step
 from bapipe.costs.peak_memory import message_bytes
+from bapipe.costs.profile import ProfiledLayer
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.evaluate import Evaluation, as_run, replica_rows
@@ -75,12 +77,15 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     for index, choice in enumerate(best.candidate.stages):
         first, last = chain.units[choice.first], chain.units[choice.last]
         needed = best.stage_bytes[index]
+        layers = chain.profile.layers[first.layer : last.layer + 1]
         stages.append(
             PlanStage(
                 accelerators=tuple(cluster.accelerators[member].name for member in choice.accelerators),
                 first_layer=first.layer,
                 last_layer=last.layer,
-                layers=tuple(layer.name for layer in chain.profile.layers[first.layer : last.layer + 1]),
+                layers=tuple(layer.name for layer in layers),
+                modules=tuple(dict.fromkeys(path for layer in layers for path in layer.modules)),
+                tied=_tied(layers),
                 fractions=_fractions(chain, choice.first, choice.last),
                 recompute=choice.recompute,
                 forward=best.costs.forward[index],
@@ -134,6 +139,13 @@ def _replicas(best: Evaluation, index: int, found: Exploration) -> tuple[PlanRep
             )
         )
     return tuple(replicas)
+
+
+def _tied(layers: Sequence[ProfiledLayer]) -> tuple[str, ...]:
+    """Layers of other stages whose weights these share."""
+    own = {layer.name for layer in layers}
+    shared = (layer.shares_weights_with for layer in layers)
+    return tuple(dict.fromkeys(name for name in shared if name is not None and name not in own))
 
 
 def _sent_back(best: Evaluation, index: int) -> float:

@@ -91,6 +91,10 @@ class PlanStage:
     """inclusive"""
     layers: tuple[str, ...]
     """names, first to last"""
+    modules: tuple[str, ...] = ()
+    """paths of the model's innermost modules that run in it, in order; (): not known"""
+    tied: tuple[str, ...] = ()
+    """layers of stages before whose weights a layer of this one shares"""
     fractions: tuple[LayerPart, ...] = ()
     """layers of which this stage has only a part"""
     recompute: bool = False

@@ -15,6 +15,7 @@ from bapipe.torch.capturing.crossing_values import Value, crossing, value_of
 from bapipe.torch.capturing.flops import elements_written
 from bapipe.torch.capturing.layer_division import find_rule
 from bapipe.torch.capturing.layer_groups import Group
+from bapipe.torch.capturing.layer_modules import layer_modules
 from bapipe.torch.capturing.linearise import Program
 from bapipe.torch.capturing.torch_internals import op_name
 
@@ -44,6 +45,8 @@ class CapturedLayer:
     shared: tuple[str, ...]
     """of these, the ones that other layers use too"""
     buffers: tuple[str, ...]
+    modules: tuple[str, ...]
+    """paths of the innermost modules whose operations it has, in order"""
     parameter_sizes: tuple[int, ...]
     """elements of each parameter"""
     weight_bytes: int
@@ -83,7 +86,8 @@ def describe_layers(program: Program, module: nn.Module, groups: Sequence[Group]
             holders[name] = holders.get(name, 0) + 1
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     found = []
-    for group, (parameters, buffers) in zip(groups, uses, strict=True):
+    modules = layer_modules(program, module, groups)
+    for group, (parameters, buffers), paths in zip(groups, uses, modules, strict=True):
         steps = program.steps[group.start : group.stop]
         anchors = [program.steps[position] for position in group.anchors]
         heavy = [node for node in steps if program.products[node]]
@@ -94,6 +98,7 @@ def describe_layers(program: Program, module: nn.Module, groups: Sequence[Group]
                 parameters=parameters,
                 shared=tuple(name for name in parameters if holders[name] > 1),
                 buffers=buffers,
+                modules=paths,
                 parameter_sizes=tuple(tensors[name].numel() for name in parameters),
                 weight_bytes=sum(tensors[name].nbytes for name in (*parameters, *buffers)),
                 trainable_bytes=sum(tensors[name].nbytes for name in parameters if tensors[name].requires_grad),

@@ -154,6 +154,7 @@ def to_profile(measured: Measurement, *, accelerator: str, model: ModelRef, cali
             weight_bytes=layer.weight_bytes,
             split=layer.split,
             shares_weights_with=layer.shares_weights_with,
+            modules=layer.modules,
         )
         for layer in model_layers(measured)
     )

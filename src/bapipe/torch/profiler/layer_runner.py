@@ -174,6 +174,7 @@ class CapturedLayers:
                 shares_weights_with=known.shares_weights_with,
                 split=layer.split,
                 trainable_bytes=float(layer.trainable_bytes) if frozen else None,
+                modules=layer.modules,
             )
             for layer, known in zip(captured.layers, model.layers, strict=True)
         )

@@ -64,6 +64,8 @@ class MeasuredLayer:
     trainable_bytes: float | None = None
     """of its weights, tied ones included, bytes of parameters that require a gradient; None: no parameter of the
     model is frozen"""
+    modules: tuple[str, ...] = ()
+    """paths of the innermost modules whose operations it has, in order"""
 
     @property
     def trained(self) -> bool:

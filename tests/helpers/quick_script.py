@@ -19,5 +19,5 @@ QUICK_SCRIPT = str(Path(__file__).resolve())
 if __name__ == "__main__":
     gc.disable()
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

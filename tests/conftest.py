@@ -1,8 +1,10 @@
-"""What all tests share: hypothesis without chance, so that a red test stays red; Ctrl+C; which files go first."""
+"""What all tests share: hypothesis without chance, a red test stays red; Ctrl+C; gc; which files go first."""
 
 from __future__ import annotations
 
+import gc
 import signal
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +26,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Torch, transformers and the tests themselves stay for good: searches for unreachable objects among them take a
+# fifth of the time of tests that capture models.
+gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+
+
 LONG = (
     "tests/distributed/",
     "tests/torch/",
@@ -33,6 +44,24 @@ LONG = (
     "tests/fpga/",
 )
 """files that take long, most of them because they start processes and wait for them"""
+
+
+TOGETHER = ("tests/browser/", "tests/reproduce/", "tests/serve/")
+"""folders whose files share a browser, computed tables or a server: one process runs all of them"""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """With `--dist loadfile`, as usual but for the folders that stay together; None for any other way."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrFolder(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return next((name for name in TOGETHER if nodeid.startswith(name)), nodeid.split("::", 1)[0])
+
+    return ByFileOrFolder(config, log)
 
 
 @pytest.hookimpl(trylast=True)

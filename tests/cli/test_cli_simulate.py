@@ -244,7 +244,7 @@ class TestOutput:
 
     def test_closed_pipe_is_no_traceback(self) -> None:
         command = f"'{BAPIPE}' simulate all -n 4 -m 8 --forward 1 --backward 2 | head -c 1"
-        result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
         assert "Traceback" not in result.stderr
 
 
@@ -300,6 +300,6 @@ def test_a_small_simulation_loads_neither_torch_nor_numba(arguments: list[str], 
         "assert 'numba' not in sys.modules, 'numba'\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False
     )
     assert (result.returncode, result.stderr) == (0, "")

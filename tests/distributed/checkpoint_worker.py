@@ -113,6 +113,7 @@ def main(folder: Path) -> int:
     for rank in range(RANKS):
         child = os.fork()
         if child == 0:
+            gc.enable()
             try:
                 run_rank(folder, rank, captures)
             except BaseException:

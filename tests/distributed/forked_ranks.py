@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from quick_script import QUICK_SCRIPT
+
 __all__ = ["TIMEOUT", "fork_ranks", "read_results", "run_cases", "run_own_cases", "start"]
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
@@ -25,7 +27,7 @@ def start(worker: Path, folder: Path, *options: str, seconds: float) -> None:
     """Run a worker script on a folder to its end; what it writes is shown if it fails."""
     path = os.pathsep.join(filter(None, (str(HELPERS), os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
-        [sys.executable, str(worker), str(folder), *options],
+        [sys.executable, QUICK_SCRIPT, str(worker), str(folder), *options],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -53,6 +55,7 @@ def fork_ranks(count: int, run: Callable[[int], None]) -> int:
     for rank in range(count):
         child = os.fork()
         if child == 0:
+            gc.enable()
             try:
                 run(rank)
             except BaseException:

@@ -1,4 +1,4 @@
-"""The example's layers by name, each of which sleeps: 1 ms a forward, and on one rank, from a step on, 30 ms."""
+"""The example's layers by name, each of which sleeps: 3 ms a forward, and on one rank, from a step on, 30 ms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 FEATURES, CLASSES, LAYERS = 8, 4, 8
-USUAL, SLOW = 0.001, 0.030
+USUAL, SLOW = 0.003, 0.030
 RANK = int(os.environ.get("RANK", "0"))
 now = {"step": -1, "from": 1 << 30, "rank": -1}
 

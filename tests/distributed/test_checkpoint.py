@@ -31,6 +31,7 @@ from bapipe.torch.inputs.build_model import build_model  # noqa: E402
 from bapipe.torch.runtime.materialise import fill, open_state  # noqa: E402
 from bapipe.torch.runtime.pipeline import Pipeline  # noqa: E402
 from command import refused  # noqa: E402
+from quick_script import QUICK_SCRIPT  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 PATHS = [
@@ -49,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(HERE / "checkpoint_worker.py"), str(folder)],
+        [sys.executable, QUICK_SCRIPT, str(HERE / "checkpoint_worker.py"), str(folder)],
         env=environment,
         capture_output=True,
         text=True,

@@ -39,6 +39,7 @@ from equality_plans import Case, make_plan, make_schedule_of, write_cases  # noq
 from bapipe.schedule.channel_window import AHEAD, WINDOW  # noqa: E402
 from bapipe.torch.capturing import capture  # noqa: E402
 from bapipe.torch.runtime.build_stages import own_stages  # noqa: E402
+from quick_script import QUICK_SCRIPT  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 LIMITS = {"float64": 1e-12, "dropout": 1e-12, "float32": 1e-5}
@@ -81,7 +82,7 @@ def _train(cases: Sequence[Case], folder: Path, *, seconds: float) -> Results:
         place.mkdir()
         write_cases(own, place / "cases.json")
         with (place / "log").open("w") as log:
-            command = [sys.executable, str(HERE / "equality_worker.py"), str(place)]
+            command = [sys.executable, QUICK_SCRIPT, str(HERE / "equality_worker.py"), str(place)]
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         sets.append((process, place, own))
     try:

@@ -52,7 +52,7 @@ def test_a_rehearsal_measures_what_can_be_and_records_what_fails(tmp_path: Path)
     out = tmp_path / "out"
     done = _run(
         "slices.py", "--out", str(out), "--profiles", str(profiles), "--count", "2", "--models", "resnet50,vgg16",
-        "--cases", "resnet50:so,dp,vgg16:torch-1f1b,vgg16:so", timeout=240,
+        "--cases", "resnet50:so,dp,vgg16:torch-1f1b,vgg16:so", "--budget-seconds", "850", timeout=900,
     )  # fmt: skip
     result = json.loads((out / "result.json").read_text(encoding="utf-8"))
     assert result["rehearsal"]

@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 STARTS = 240.0
 """seconds in which a run begins to train, however busy the machine is"""
-ENDS = 60.0
+ENDS = 120.0
 """seconds after which what is left of a run stays for good"""
 
 

@@ -10,18 +10,22 @@ import pytest
 from paths import REPOSITORY
 from picture_sources import IMAGES, RECORD, picture_sources
 
-SOURCES = picture_sources()
+RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", sorted(SOURCES))
-def test_a_picture_is_up_to_date(name: str) -> None:
-    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
-    assert recorded.get(name) == SOURCES[name], f"docs/images/{name} is out of date; run scripts/pictures"
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    return picture_sources()
 
 
-def test_every_picture_is_made_by_the_script_and_shown() -> None:
+@pytest.mark.parametrize("name", sorted(RECORDED))
+def test_a_picture_is_up_to_date(sources: dict[str, str], name: str) -> None:
+    assert RECORDED[name] == sources.get(name), f"docs/images/{name} is out of date; run scripts/pictures"
+
+
+def test_every_picture_is_made_by_the_script_and_shown(sources: dict[str, str]) -> None:
     there = {path.name for path in IMAGES.iterdir()} - {RECORD.name}
-    assert there == set(SOURCES)
+    assert there == set(sources) == set(RECORDED)
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
     shown = {
         name for page in pages for name in re.findall(r"images/([\w.-]+)\)", page.read_text(encoding="utf-8"))

@@ -26,14 +26,16 @@ def pid(workers: Workers) -> int:
 
 def test_what_takes_too_long_is_ended_and_the_next_is_answered() -> None:
     async def story() -> None:
-        workers = Workers(count=1, seconds=5.0, waiting=4)
+        workers = Workers(count=1, seconds=600.0, waiting=4)
         await workers.start()
         try:
             assert "parts" in await workers.ask(SMALL)
             first = pid(workers)
             os.kill(first, signal.SIGSTOP)  # it takes for ever, however fast the machine
-            with pytest.raises(SlowError, match="this took longer than 5 s; force a schedule"):
+            workers._seconds = 2.0  # for this question alone: others may take as long as a busy machine wants
+            with pytest.raises(SlowError, match="this took longer than 2 s; force a schedule"):
                 await workers.ask(SMALL)
+            workers._seconds = 600.0
             assert "parts" in await workers.ask(SMALL)
             assert pid(workers) != first
             with pytest.raises(ProcessLookupError):
@@ -53,7 +55,7 @@ def test_what_takes_too_long_is_ended_and_the_next_is_answered() -> None:
 
 def test_no_more_wait_than_may() -> None:
     async def story() -> None:
-        workers = Workers(count=1, seconds=60.0, waiting=3)
+        workers = Workers(count=1, seconds=600.0, waiting=3)
         await workers.start()
         try:
             found = await asyncio.gather(*(workers.ask(SMALL) for _ in range(6)), return_exceptions=True)

@@ -11,9 +11,12 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed; it is part of the test extra")
 
 PROGRAM = """
-import cProfile, json, os, pstats, resource
+import cProfile, gc, json, os, pstats, resource
+gc.disable()
 import torch, transformers
 from bapipe.torch.capturing import capture, empty_parameters
+gc.freeze()
+gc.enable()
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 with {context}:
@@ -71,7 +74,7 @@ def test_llama_70b_without_its_parameters(blocks: int) -> None:
     assert found["flops"] == pytest.approx(2 * tokens * weights + 4 * tokens**2 * 8192 * blocks)
 
 
-@pytest.mark.parametrize("blocks", [24, pytest.param(48, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("blocks", [16, pytest.param(48, marks=pytest.mark.slow)])
 def test_gpt2_with_many_blocks_checked_in_linear_work(blocks: int) -> None:
     few, many = (
         run(
@@ -82,9 +85,9 @@ def test_gpt2_with_many_blocks_checked_in_linear_work(blocks: int) -> None:
             stage=(0, 8),
             counted=True,
         )
-        for count in (6, blocks)
+        for count in (4, blocks)
     )
     assert few["calls"] > 10_000
-    assert many["calls"] < 1.25 * blocks / 6 * few["calls"], f"{blocks // 6} times the blocks"
+    assert many["calls"] < 1.25 * blocks / 4 * few["calls"], f"{blocks // 4} times the blocks"
     assert len(many["layers"]) == 2 * blocks + 2
     assert many["checked"] < 1e-4

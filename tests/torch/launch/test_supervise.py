@@ -76,10 +76,20 @@ def test_what_a_failed_rank_has_started_ends_with_it() -> None:
 
 
 @pytest.mark.parametrize("others", [1, 2])
-def test_stopped_ranks_do_not_outlive_one_that_failed(others: int) -> None:
-    """They hear no SIGTERM."""
-    stopped = "import os; os.kill(os.getpid(), 19)"
-    ended = _supervised(*[stopped] * others, "import time; time.sleep(0.5); raise SystemExit(1)")
+def test_stopped_ranks_do_not_outlive_one_that_failed(tmp_path: Path, others: int) -> None:
+    """They hear no SIGTERM. One that fails does so when they are stopped."""
+    mark = f"(pathlib.Path({str(tmp_path)!r}) / str(os.getpid())).touch()"
+    stopped = f"import os, pathlib; {mark}; os.kill(os.getpid(), 19)"
+    fails = f"""
+import pathlib, time
+def stopped(process):
+    return pathlib.Path(f"/proc/{{process}}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+folder = pathlib.Path({str(tmp_path)!r})
+while sum(stopped(file.name) for file in folder.iterdir()) < {others}:
+    time.sleep(0.01)
+raise SystemExit(1)
+"""
+    ended = _supervised(*[stopped] * others, fails)
     assert [end.rank for end in ended.failed if not end.told] == [others]
     assert sorted(end.code for end in ended.ranks) == [-signal.SIGKILL] * others + [1]
 
@@ -131,9 +141,12 @@ def test_a_second_signal_kills_at_once() -> None:
         assert json.loads(process.stdout.readline()) == [{"0": -9, "1": -9}, signal.SIGTERM, True]
 
 
-def test_what_has_not_ended_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_not_ended_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0.5")
-    deaf, failed = _supervised(DEAF, "import time; time.sleep(1); raise SystemExit(1)").ranks[::-1]
+    ready = str(tmp_path / "ready")
+    deaf_ready = DEAF.replace("os.write(1, b'deaf\\n')", f"os.mkdir({ready!r})")
+    fails = f"import os, time\nwhile not os.path.exists({ready!r}):\n    time.sleep(0.01)\nraise SystemExit(1)"
+    deaf, failed = _supervised(deaf_ready, fails).ranks[::-1]
     assert (deaf.rank, deaf.code, deaf.told) == (0, -signal.SIGKILL, True)
     assert (failed.rank, failed.code) == (1, 1)
 

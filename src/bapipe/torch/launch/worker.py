@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # before torch, which takes seconds to import
     from bapipe.torch.health.parent_death import end_with_parent, noted_parent
+    from bapipe.torch.health.start_up import begin_loading
 
     end_with_parent(noted_parent(sys.argv))
+    begin_loading()
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan, read_plan
 from bapipe.records.run_record import RunRecord, write_run
+from bapipe.torch.capturing.torch_internals import load_tracer
 from bapipe.torch.checkpoint.checkpoint_manifest import CheckpointError
 from bapipe.torch.device.cpu_heap import keep_heap
 from bapipe.torch.health.failure import (
@@ -36,6 +39,7 @@ from bapipe.torch.health.failure import (
 )
 from bapipe.torch.health.process_exit import leave, print_failure
 from bapipe.torch.health.rank_status import Progress, progress_file
+from bapipe.torch.health.start_up import end_loading
 from bapipe.torch.health.stragglers import Straggler
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.launch.display import Display
@@ -168,6 +172,8 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
     if len(ranks_on_gpus(plan, options.device)) == len(plan.ranks) and not torch.cuda.is_available():
         need = describe_need(plan, options.device)
         raise missing_gpus(need, torch.__version__, built=torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
+    load_tracer().join()
+    end_loading()
     rank = join(plan, options.timeout)
     torch.set_num_threads(threads_of(plan))
     if len(ranks_on_gpus(plan, options.device)) < len(plan.ranks):

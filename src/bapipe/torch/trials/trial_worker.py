@@ -14,8 +14,10 @@ from pathlib import Path
 
 if __name__ == "__main__":  # before torch, which takes seconds to import
     from bapipe.torch.health.parent_death import end_with_parent, noted_parent
+    from bapipe.torch.health.start_up import begin_loading
 
     end_with_parent(noted_parent(sys.argv))
+    begin_loading()
 
 import torch
 import torch.distributed as dist
@@ -23,8 +25,10 @@ import torch.distributed as dist
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import write_run
 from bapipe.torch.capturing import capture
+from bapipe.torch.capturing.torch_internals import load_tracer
 from bapipe.torch.device.cpu_heap import keep_heap
 from bapipe.torch.health.failure import RunError, write_failure, write_finished
+from bapipe.torch.health.start_up import end_loading
 from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.launch.log_lines import print_log
 from bapipe.torch.launch.rank_failure import failure_of
@@ -63,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(folder: Path, options: RunOptions, code: Path) -> None:
     jobs = read_jobs(folder)
     first = jobs[0][0]
+    load_tracer().join()
+    end_loading()
     rank = join(first, options.timeout)
     torch.set_num_threads(threads_of(first))
     if len(ranks_on_gpus(first, options.device)) < len(first.ranks):

@@ -27,7 +27,7 @@ def add_lora(module: nn.Module, text: str) -> nn.Module:
     The adapters have memory also where the module has none. Their values follow torch's initial seed and their
     place in the model alone, whatever was drawn before.
     """
-    options = parse_arguments([part.strip() for part in text.split(",")])
+    options: dict[str, Any] = dict(parse_arguments([part.strip() for part in text.split(",")]))
     unknown = next((key for key in options if key not in _OPTIONS), None)
     if unknown is not None or "r" not in options:
         what = "r is missing" if unknown is None else f"'{unknown[:40]}' is unknown{nearest(unknown, _OPTIONS)}"

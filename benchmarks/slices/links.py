@@ -24,6 +24,8 @@ _BUCKETS = 24
 """of gradients that are summed at once, 630 MB: as many as models have that data parallelism is slow for"""
 _SUMS = 5
 """rounds of them, at most"""
+_REHEARSED_SIZE, _REHEARSED_BUCKETS, _REHEARSED_WIDTH = 2**20, 2, 8
+"""the same on a CPU, whose times mean nothing, and how much narrower what is trained beside them is"""
 
 
 def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
@@ -34,16 +36,18 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
     (`all_reduce_loaded`), as data parallelism has it beside its backward.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    message = (TensorShape(shape=(SIZE // 4,), dtype=torch.float32),)
+    rehearsed = device.type == "cpu"
+    size, count = (_REHEARSED_SIZE, _REHEARSED_BUCKETS) if rehearsed else (SIZE, _BUCKETS)
+    message = (TensorShape(shape=(size // 4,), dtype=torch.float32),)
     neighbours = [ends for low in range(world - 1) for ends in ((low, low, low + 1), (low, low + 1, low))]
     channels = {_channel(*ends): message for ends in neighbours}
     transport = make_transport("auto", device=device, channels=channels, timeout=60.0)
-    big = _exchanged(transport, device, SIZE, max(2, rounds // 8))
+    big = _exchanged(transport, device, size, max(2, rounds // 8))
     small = _exchanged(transport, device, 1024, 2 * rounds)
     alone = _returned(transport, device, 2 * rounds)
     transport.close()
     dist.barrier()
-    buckets = [torch.zeros(BUCKET_BYTES // 4, device=device) for _ in range(_BUCKETS)]
+    buckets = [torch.zeros(BUCKET_BYTES // 4, device=device) for _ in range(count)]
     moved = 2 * (world - 1) / world * sum(bucket.nbytes for bucket in buckets)
     sums = min(rounds, _SUMS)
     idle = _reduced(buckets, sums)
@@ -53,7 +57,7 @@ def measure_links(device: torch.device, *, rounds: int) -> dict[str, float]:
         torch.cuda.synchronize()
     return {
         "latency": alone,
-        "bandwidth": SIZE / max(big - small, 1e-6),
+        "bandwidth": size / max(big - small, 1e-6),
         "all_reduce": moved / idle if rank == 0 else 0.0,
         "all_reduce_loaded": moved / busy if rank == 0 else 0.0,
     }
@@ -80,9 +84,14 @@ def _reduced(buckets: Sequence[Tensor], rounds: int) -> float:
 def _training(device: torch.device) -> Iterator[None]:
     """Train a recurrent and a convolutional layer by turns, on a thread and a stream of their own."""
     ended = threading.Event()
+    less = _REHEARSED_WIDTH if device.type == "cpu" else 1
+    features, channels, side = 1024 // less, 64 // less, 112 // less
     layers = [
-        (nn.LSTM(1024, 1024).to(device), torch.zeros(50, 64, 1024, device=device)),
-        (nn.Conv2d(64, 64, 3, padding=1).to(device), torch.zeros(16, 64, 112, 112, device=device)),
+        (nn.LSTM(features, features).to(device), torch.zeros(50, 64, features, device=device)),
+        (
+            nn.Conv2d(channels, channels, 3, padding=1).to(device),
+            torch.zeros(16, channels, side, side, device=device),
+        ),
     ]
 
     def train() -> None:

@@ -141,7 +141,7 @@ def _listed(
     return v_schedule(name, [rank.actions for rank in ranks], count)
 
 
-class _Half:
+class _VHalf:
     """One stage of a rank while the order is made."""
 
     __slots__ = ("backward_at", "forward_at", "forwards", "inputs", "stage", "times", "weights")
@@ -177,7 +177,7 @@ class _VRank:
         room: float,
         preference: _Preference,
     ) -> None:
-        self.halves = tuple(_Half(stage, stages[stage], count) for stage in own)
+        self.halves = tuple(_VHalf(stage, stages[stage], count) for stage in own)
         self.actions: list[tuple[int, int, int]] = []
         """kind, stage and micro-batch"""
         self._count, self._most, self._room, self._gap = count, most, room, preference.gap

@@ -44,7 +44,7 @@ def full(sizes: tuple[int, ...], *, factor: float = 1.0) -> CostTable:
 
 def profiled(**tables: CostTable) -> Profile:
     layers = tuple(
-        ProfiledLayer(name=f"layer{index}", parameters=1, weight_bytes=4.0, split=Split(channels=4))
+        ProfiledLayer(name=f"layer{index}", parameters=250, weight_bytes=1000.0, split=Split(channels=4))
         for index in range(LAYERS)
     )
     return Profile(model=ModelRef(name="made"), dtype="fp32", layers=layers, accelerators=tables, input_bytes=7.0)

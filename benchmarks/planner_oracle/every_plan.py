@@ -270,6 +270,7 @@ class _Shape:
                 seconds={int(kind): self.cost[name][:, chosen] for kind, name in kinds.items()},
                 send_forward=self.cost["send_forward"][:, chosen],
                 send_backward=self.cost["send_backward"][:, chosen],
+                answered=np.ones((len(self.counts) - 1, len(chosen)), dtype=bool),
                 rate=self.rate[:, :, chosen],
                 latency=self.latency[:, :, chosen],
                 by_rank=True,

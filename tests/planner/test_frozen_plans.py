@@ -42,7 +42,8 @@ def test_a_plan_that_did_not_fit_now_does() -> None:
     cluster = made_cluster({"gpu": 2}, memory=140e6)
     with pytest.raises(InfeasibleError, match="nothing fits"):
         explore(_profile(None), cluster, REQUEST)
-    plan = make_plan(explore(_profile(), cluster, REQUEST))
+    # One stage per accelerator, whose memory is then that of the stage.
+    plan = make_plan(explore(_profile(), cluster, replace(REQUEST, schedule="1f1b-sno")))
     for stage in plan.stages:
         own = slice(stage.first_layer, stage.last_layer + 1)
         assert stage.weight_bytes == sum(WEIGHTS[own])

@@ -89,10 +89,14 @@ def by_torch(plan: Plan, folder: Path) -> dict[str, object]:
         str(folder / "train.py"),
     ]
     out = started([*command, "--steps", "3", "--check"], folder)
-    found = [[float(part) for part in pair] for pair in re.findall(r"at most (\S+), losses by ([0-9.e+-]+)", out)]
-    assert len(found) == ranks, out[-2000:]
-    worst = [max(column) for column in zip(*found, strict=True)]
-    return {"schedule": plan.schedule.name, "stages": len(plan.stages), "gradients": worst[0], "losses": worst[1]}
+    found = re.findall(r"gradients of (\d+) of (\d+) weights differ by at most ([0-9.e+-]+|inf)", out)
+    losses = re.findall(r"losses by ([0-9.e+-]+)", out)
+    assert (len(found), len(losses)) == (ranks, 1), out[-2000:]
+    assert all(compared == weights for compared, weights, _ in found), found
+    worst = [max(float(value) for *_, value in found), float(losses[0])]
+    weights = sum(int(compared) for compared, *_ in found)
+    return {"schedule": plan.schedule.name, "stages": len(plan.stages), "weights": weights, "gradients": worst[0],
+            "losses": worst[1]}  # fmt: skip
 
 
 def alone(steps: int) -> list[float]:
@@ -172,8 +176,14 @@ def table(rows: list[dict[str, object]], read: dict[str, dict[str, object]]) -> 
         f"torch {torch.__version__}, float64, three ranks, three steps:",
         "",
     ]
-    lines += ["| order | stages | gradients differ by | losses differ by |", "|---|---|---|---|"]
-    lines += [f"| {r['schedule']} | {r['stages']} | {r['gradients']:.1e} | {r['losses']:.1e} |" for r in rows]
+    lines += [
+        "| order | stages | weights compared | gradients differ by | losses differ by |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['schedule']} | {r['stages']} | {r['weights']} | {r['gradients']:.1e} | {r['losses']:.1e} |"
+        for r in rows
+    ]
     lines += ["", "| target | version | what it made of the export | lost |", "|---|---|---|---|"]
     for name, found in read.items():
         lost = ", ".join(found["lost"]) or "nothing"  # type: ignore[arg-type]

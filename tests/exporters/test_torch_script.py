@@ -91,17 +91,49 @@ def test_it_has_the_gradients_of_one_process(tmp_path: Path) -> None:
     made = bapipe("export", "plan.json", "--to", "torch", "-o", "train.py", "--strict", folder=tmp_path)
     assert made.returncode == 0, made.stderr
     assert '"0W' in (tmp_path / "train.py").read_text()
+    done = trained(tmp_path, "train.py")
+    found = compared(done.stdout)
+    assert [rank for rank, *_ in found] == ["0", "1"], done.stdout
+    assert all(weights == own and int(own) > 0 for _, weights, own, _ in found), done.stdout
+    assert all(float(value) < 1e-12 for *_, value in found), done.stdout
+    (losses,) = re.findall(r"losses by ([0-9.e+-]+)", done.stdout)
+    assert float(losses) < 1e-12
+    assert len(re.findall(r"^step \d  loss ", done.stdout, re.MULTILINE)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("        tied.sum()\n", ""),
+        ("loss_fn=loss)", "loss_fn=loss, scale_grads=False)"),
+        ("target=target.to(device)", "target=target.flip(0).to(device)"),
+    ],
+)
+def test_its_check_sees_what_is_wrong(right: str, wrong: str, tmp_path: Path) -> None:
+    """Tied gradients that are not summed, gradients of another scale, other targets."""
+    text = export_plan(tied_plan(), "torch", out="train.py").files["train.py"]
+    assert text.count(right) == 1
+    (tmp_path / "tied_model.py").write_text(MODEL)
+    (tmp_path / "train.py").write_text(text.replace(right, wrong))
+    assert max(float(value) for *_, value in compared(trained(tmp_path, "train.py").stdout)) > 1e-3
+
+
+def compared(output: str) -> list[tuple[str, str, str, str]]:
+    """(rank, weights compared, weights, largest difference) of each rank."""
+    said = r"rank (\d): gradients of (\d+) of (\d+) weights differ by at most ([0-9.e+-]+|inf)"
+    return sorted(re.findall(said, output))
+
+
+def trained(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", script]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py",
-         "--steps", "2", "--check"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        [*command, "--steps", "2", "--check"], cwd=folder, capture_output=True, text=True, timeout=300,
+        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "src")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"rank \d: gradients differ by at most (\S+), losses by ([0-9.e+-]+)", done.stdout)
-    assert len(found) == 2, done.stdout
-    assert all(float(value) < 1e-12 for pair in found for value in pair), done.stdout
-    assert len(re.findall(r"^step \d  loss ", done.stdout, re.MULTILINE)) == 2
+    return done
 
 
 def test_its_cuts_are_the_plans_own() -> None:

@@ -107,6 +107,7 @@ class Reference:
         self.module, self.loss = module, loss
         self.optimizer = make_optimizer(list(module.parameters()), rate)
         self.gradients = self.losses = 0.0
+        self.compared = set()
 
     def compare(self, inputs, target, tied, loss):
         """One step; keeps the largest relative differences."""
@@ -121,10 +122,14 @@ class Reference:
             self.losses = max(self.losses, abs(loss - total) / max(abs(total), 1e-30))
         for name, parameter in self.module.named_parameters():
             for copy in tied.own.get(tied.names[name], ()):
-                if copy.grad is not None and parameter.grad is not None:
-                    size = float(parameter.grad.abs().max()) or 1.0
-                    difference = float((copy.grad.to(parameter.grad.device) - parameter.grad).abs().max())
-                    self.gradients = max(self.gradients, difference / size)
+                self.compared.add(id(copy))
+                if copy.grad is None or parameter.grad is None:
+                    missing = copy.grad is not parameter.grad
+                    self.gradients = float("inf") if missing else self.gradients
+                    continue
+                size = float(parameter.grad.abs().max()) or 1.0
+                difference = float((copy.grad.to(parameter.grad.device) - parameter.grad).abs().max())
+                self.gradients = max(self.gradients, difference / size)
         self.optimizer.step()
 
 
@@ -181,9 +186,10 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
     if reference is not None:
+        last = f", losses by {reference.losses:.3g}" if len(CUTS) in own else ""
         print(
-            f"rank {rank}: gradients differ by at most {reference.gradients:.2g}, "
-            f"losses by {reference.losses:.2g}",
+            f"rank {rank}: gradients of {len(reference.compared)} of {len(parameters)} weights differ by at most "
+            f"{reference.gradients:.3g}{last}",
             flush=True,
         )
     dist.barrier()

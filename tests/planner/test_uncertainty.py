@@ -214,7 +214,7 @@ def test_a_race_starts_with_the_choice_and_has_no_plan_twice(unsure: Exploration
     assert all(one not in shapes[:index] for index, one in enumerate(shapes))
 
 
-def test_a_further_round_has_what_may_beat_the_fastest_run(unsure: Exploration) -> None:
+def test_a_second_round_has_what_may_beat_the_fastest_run(unsure: Exploration) -> None:
     """A time that none can beat leaves nobody; one that is easy to beat brings the fastest in the mean first."""
     outlook = unsure.outlook
     assert outlook is not None

@@ -125,7 +125,7 @@ class Tuning:
     """mean share of the time that one more plan in a race must save"""
 
     race_again_gain: float = 1e-3
-    """mean share of the fastest raced time that one more plan must be expected to save in a further round"""
+    """mean share of the fastest raced time that one more plan must be expected to save in a second round"""
 
     fewer_ranks: int = 6
     """accelerators up to which interleaving is tried on fewer of them too"""

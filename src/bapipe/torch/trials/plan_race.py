@@ -25,8 +25,6 @@ _TIMES = 2
 """each plan runs so often, in turns, so that a machine whose speed drifts treats all alike"""
 _AS_FAST = 0.01
 """share of its time by which a plan that was preferred before the race may always be slower and still be kept"""
-_FURTHER_ROUNDS = 2
-"""times that plans which the runs speak for are raced after the first round"""
 _FEWEST = 4
 """steps from which on the error of their median is known"""
 _ERRORS = 1.5
@@ -60,33 +58,30 @@ def race_found(
     """Race at most so many plans of a search that may be the fastest; None where only the chosen one may be.
 
     Their runs say more of layers and links than was known before. Where the search with that finds other plans
-    that may be faster, these are raced against the fastest in a further round.
+    that may be faster, these are raced against the fastest in a second round.
     """
     plans = race_candidates(found, limit=limit)
     if len(plans) == 1:
         return None
     say = report or _silent
     say(f"racing {len(plans)} plans that lie within error of each other, {_about(plans)}")
-    result = race(plans, options, code=code)
-    for _ in range(_FURTHER_ROUNDS):
-        assert result.best.seconds is not None
-        runs = [
-            ShortRun(plan=trial.plan, records=trial.records, seconds=trial.seconds)
-            for trial in result.trials
-            if trial.seconds is not None and trial.plan.schedule.flushes
-        ]
-        known = calibrate(found.profile, found.hardware.cluster, runs)
-        again = explore(known.profile, known.cluster, found.request)
-        tried = [trial.plan for trial in result.trials]
-        others = unraced_candidates(found, again, tried, beat=result.best.seconds, limit=limit - 1)
-        if not others:
-            break
-        raced = [result.best.plan, *others]
-        say(f"racing {len(others)} that may be faster by what these runs took, {_about(raced)}")
-        further = race(raced, options, code=code)
-        before = [trial for trial in result.trials if trial.plan is not result.best.plan]
-        result = RaceResult(best=further.best, trials=_ordered([*further.trials, *before]))
-    return result
+    first = race(plans, options, code=code)
+    assert first.best.seconds is not None
+    runs = [
+        ShortRun(plan=trial.plan, records=trial.records, seconds=trial.seconds)
+        for trial in first.trials
+        if trial.seconds is not None and trial.plan.schedule.flushes
+    ]
+    known = calibrate(found.profile, found.hardware.cluster, runs)
+    again = explore(known.profile, known.cluster, found.request)
+    others = unraced_candidates(found, again, plans, beat=first.best.seconds, limit=limit - 1)
+    if not others:
+        return first
+    again_raced = [first.best.plan, *others]
+    say(f"racing {len(others)} that may be faster by what these runs took, {_about(again_raced)}")
+    second = race(again_raced, options, code=code)
+    before = [trial for trial in first.trials if trial.plan is not first.best.plan]
+    return RaceResult(best=second.best, trials=_ordered([*second.trials, *before]))
 
 
 def _about(plans: Sequence[Plan]) -> str:

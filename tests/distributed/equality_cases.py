@@ -97,7 +97,7 @@ HYBRIDS = (
 DEALT = (
     Case(
         model="gpt2", schedule="1f1b", stages=1, microbatches=4, caps=(1,), replicas=(2,),
-        dealing=((0, 0, 1, 0),),
+        dealing=((0, 0, 1, 0),), evaluate=True,
     ),
     Case(
         model="resnet", schedule="1f1b", stages=2, microbatches=4, caps=(4, 1), replicas=(2, 1),
@@ -109,7 +109,7 @@ DEALT = (
     ),
     Case(
         model="unet", schedule="1f1b", stages=3, microbatches=5, caps=(3, 2, 1), replicas=(1, 2, 1),
-        dealing=((), (1, 0, 1), ()), recompute=(1,), evaluate=True,
+        dealing=((), (1, 0, 1), ()), recompute=(1,),
     ),
     Case(
         model="gnmt", schedule="zb-h1", stages=2, microbatches=8, replicas=(2, 2), dealing=((0, 0, 1, 0),) * 2,

@@ -116,10 +116,10 @@ def test_what_is_not_there_is_said(saved: Path, tmp_path: Path) -> None:
     assert str(error) == f"{saved} has no checkpoint of step 7; it has those of 1, 2, 3"
 
 
-def test_the_old_name_of_export_is_hidden_and_works(saved: Path) -> None:
+def test_the_export_of_plans_takes_a_checkpoint_as_it_did(saved: Path) -> None:
     listed = CliRunner().invoke(cli, ["--help"]).output
     assert "  checkpoint " in listed
-    assert "  export " not in listed
+    assert "  export " in listed
     old = CliRunner().invoke(cli, ["export", "--help"])
     assert old.exit_code == 0
     assert "CHECKPOINT" in old.output

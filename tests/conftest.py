@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from typing import Any
 
@@ -25,6 +26,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Torch's threads that wait for each other leave the cores to others: those that spin, in several processes
+# at once, take as much time as all that they compute. Read when torch is loaded, here and in what tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Torch, transformers and the tests themselves stay for good: searches for unreachable objects among them take a
 # fifth of the time of tests that capture models.

@@ -22,6 +22,7 @@ extensions = [
     "myst_parser",
     "command_reference",
     "docstrings",
+    "figures",
     "repository_links",
 ]
 exclude_patterns = ["_build"]

@@ -10,6 +10,7 @@ PipeDream with one per 8, each from weights that are up to N − 1 steps old; an
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -108,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=112, help="global batches of 64; 28 are an epoch")
     parser.add_argument("--learning-rate", type=float, default=0.05)
-    parser.add_argument("--out", type=Path, help="write the curves as an SVG")
+    parser.add_argument("--out", type=Path, help="write the curves as an SVG, and their figures as JSON beside it")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -160,6 +161,10 @@ def report(curves: dict[str, list[float]], held: dict[str, list[int]], samples: 
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(draw(curves, samples).standalone(), encoding="utf-8")
+        shown = {name: [round(smooth(curve, at), 3) for at in places] for name, curve in curves.items()}
+        seen = [(place + 1) * samples for place in places]
+        figures = {"digits_seen": seen, "losses": shown, "weight_versions": held}
+        out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {out}")
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from warm_python import USUAL_START, warm_starts
 
 settings.register_profile(
     "bapipe",
@@ -38,6 +43,23 @@ gc.set_threshold(50_000, 20, 20)
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cold", action="store_true", help="start every process anew, as a user does")
+
+
+@pytest.fixture(scope="module")
+def warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In a file that uses this, the processes that tests start begin with torch loaded; see warm_python.py."""
+    with contextlib.nullcontext() if request.config.getoption("cold") else warm_starts():
+        yield
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that uses this starts every process anew, as a user does, wherever it is."""
+    monkeypatch.setattr(subprocess, "Popen", USUAL_START)
 
 
 LONG = (

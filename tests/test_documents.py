@@ -28,6 +28,8 @@ from bapipe.schedule.schedule_file import LaneFile, ScheduleFile, read_schedule
 from command import bapipe
 from shown_commands import PAGES, Block, blocks, prepare, shell_commands, stand_in
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parents[1]
 READERS: dict[str, Callable[[str], object]] = {
     "bapipe.cluster": read_cluster,

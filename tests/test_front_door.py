@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bapipe
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from made_runs import made_run, stretched
 
 EVERYTHING = """

@@ -28,7 +28,8 @@ from bapipe.records.plan import write_plan
 from bapipe.records.run_record import read_run
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.profiler.environment import cpu_name
-from bapipe.torch.trials.auto import AutoOptions, auto
+from bapipe.torch.trials.auto import auto
+from bapipe.torch.trials.auto_options import AutoOptions
 from bapipe.torch.trials.plan_race import race
 
 HERE = Path(__file__).resolve().parent

@@ -26,8 +26,9 @@ from tables import write_tables
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.generators import make_schedule
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Network
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import simulate
 
 HERE = Path(__file__).parent
 RANKS = 4

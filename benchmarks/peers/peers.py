@@ -34,7 +34,8 @@ from bapipe.costs.segments import Chain, make_chain
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.models.layers import ModelRef
 from bapipe.planner import Request, explore
-from bapipe.planner.evaluate import Hardware, StageChoice, evaluate
+from bapipe.planner.candidate import Hardware, StageChoice
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.partition import baselines
 from bapipe.planner.partition.exact.solve import Problem, solve
 from bapipe.planner.pipelines import FAMILIES, build, optimal

@@ -19,23 +19,18 @@ from bapipe.costs.planned_optimizer import planned_optimizer
 from bapipe.costs.segments import Chain, make_chain
 from bapipe.costs.stage_memory import stage_bytes
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import (
-    Candidate,
-    Evaluation,
-    Hardware,
-    StageChoice,
-    evaluate,
-    network_of,
-    stage_costs,
-)
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.candidate_costs import stage_costs
+from bapipe.planner.evaluate import Evaluation, evaluate
+from bapipe.planner.plan_network import network_of
 from bapipe.planner.request import microbatch_sizes
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.dealing import Dealing, deal_evenly
 from bapipe.schedule.generators import capped, with_update
 from bapipe.schedule.inflight import stage_caps
 from bapipe.schedule.zero_bubble import zero_bubble
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.scenario_times import ManyCosts, many_times
-from bapipe.simulator.simulate import Costs
 
 __all__ = ["Best", "fastest_plan"]
 

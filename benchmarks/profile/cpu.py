@@ -2,7 +2,8 @@
 
     python benchmarks/profile/cpu.py --out DIR [--threads 1] [--only vgg16,resnet50] [--microbatch 1,4]
 
-Run again it goes on where it stopped. DIR/tables.md holds the result.
+Run again it goes on where it stopped. DIR/tables.md holds the result, DIR/result-cpu.json
+its figures.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tables import accuracy_tables
+from tables import accuracy_tables, time_rows
 
 from bapipe.costs.profile import write_profile
 from bapipe.io.files import dump_json, write_text
@@ -51,6 +52,8 @@ def main() -> None:
             break
     text = accuracy_tables(measured)
     write_text(options.out / "tables.md", text)
+    result = {"environment": str(measured[0].environment), "rows": time_rows(measured)}
+    write_text(options.out / "result-cpu.json", dump_json(result))
     print(text)
 
 

@@ -10,7 +10,7 @@ from bapipe.torch.profiler import Measurement, agreement, predicted_peak, read_m
 from bapipe.torch.profiler.assemble_profile import spread
 from bapipe.torch.profiler.layer_times import parts
 
-__all__ = ["accuracy_tables"]
+__all__ = ["accuracy_tables", "time_rows"]
 
 
 def accuracy_tables(measured: Sequence[Measurement]) -> str:
@@ -48,6 +48,13 @@ def accuracy_tables(measured: Sequence[Measurement]) -> str:
             ("model", "dtype", "device", "micro-batch", "predicted, MB", "allocated, MB", "off by"), memory
         )
     return "\n".join(lines) + "\n"
+
+
+def time_rows(measured: Sequence[Measurement]) -> list[dict[str, str]]:
+    """The first table, for a result file."""
+    keys = ("model", "dtype", "device", "microbatch", "layers_ms", "step_ms", "residual", "stage_ms",
+            "stage_residual", "rounds_differ")  # fmt: skip
+    return [dict(zip(keys, row, strict=True)) for item in measured for row in _times(item)]
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

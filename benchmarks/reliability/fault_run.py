@@ -217,7 +217,7 @@ def run_fault(
             second = run_command(folder / "plan.json", *_saving(saved), "--resume", machine=machine, fault=asked)
         unfinished = [path.name for path in saved.glob(".partial-*")] if saved.is_dir() else []
     fired = [float(path.read_text(encoding="ascii")) for path in folder.glob("fired")]
-    problems = judged_problems(fault, first, second, losses, fired=fired, unfinished=unfinished)
+    problems = list(judged_problems(fault, first, second, losses, fired=fired, unfinished=unfinished))
     after = None if not fired else _seconds_after(fault, first, min(fired))
     row = {
         **asdict(fault),
@@ -258,20 +258,9 @@ def judged_problems(
     *,
     fired: list[float],
     unfinished: list[str],
-) -> list[str]:
+) -> Iterator[str]:
     """What of the contract does not hold; `losses` are those of a run to which nothing happens, `fired` says when
     the fault happened, and `unfinished` what is left in the checkpoint folder."""
-    return list(_problems(fault, first, second, losses, fired, unfinished))
-
-
-def _problems(
-    fault: Fault,
-    first: Command,
-    second: Command | None,
-    losses: dict[int, float],
-    fired: list[float],
-    unfinished: list[str],
-) -> Iterator[str]:
     if not fired:
         yield "the fault never happened"
     if first.code is None:

@@ -1,7 +1,8 @@
 """The fault matrix: ranks are killed, stopped, slowed and made to fail everywhere; README.md says what must hold.
 
-Writes result-faults.json here (or --out): every fault with its seconds, line and what did not hold. A campaign
-that was stopped goes on with the faults that are missing.
+Writes result-faults.json here, or result-faults-slices.json with --slices (or --out): every fault with its
+seconds, line and what did not hold. A campaign that was stopped, or whose --minutes are over, goes on with the
+faults that are missing.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -92,8 +94,9 @@ def main() -> None:
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="by commas; by default all")
     parser.add_argument("--only", default="", help="faults whose name has this in it")
     parser.add_argument("--again", action="store_true", help="run faults again of which something did not hold")
-    parser.add_argument("--out", type=Path, default=HERE / "result-faults.json")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    given.out = given.out or HERE / ("result-faults-slices.json" if given.slices else "result-faults.json")
     transports = (given.transports or ("gloo" if given.device == "cpu" else "nccl,ipc")).split(",")
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     rows = [row for row in read_result(given.out) if not (given.again and row["problems"])]
@@ -112,23 +115,21 @@ def main() -> None:
         slices.start(slices.even_slices(SLICES), memory=16e9)
     work = Path(tempfile.mkdtemp(prefix="bapipe-faults-"))
     begun = time.monotonic()
-
-    def untouched(case: tuple[str, str]) -> tuple[Machine, Path, dict[int, float]]:
-        """Of a schedule and a transport: where it runs, and folder and losses of a run without a fault."""
-        schedule, transport = case
-        machine = Machine(device=given.device, transport=transport, sliced=given.slices)
-        folder = work / f"baseline-{schedule}-{transport}"
-        return machine, folder, baseline(schedule, folder, machine)
+    locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
     def one(fault: Fault) -> dict[str, Any] | None:
+        machine = Machine(device=given.device, transport=fault.transport, sliced=given.slices)
+        before = work / f"baseline-{fault.schedule}-{fault.transport}"
+        with locks[fault.schedule, fault.transport]:
+            if time.monotonic() - begun > 60 * given.minutes:
+                return None
+            losses = baseline(fault.schedule, before, machine)  # once, of a run without a fault
         if time.monotonic() - begun > 60 * given.minutes:
             return None
-        machine, before, losses = untouched((fault.schedule, fault.transport))
         return run_fault(fault, work / fault.name, machine, losses, before)
 
     try:
         with ThreadPoolExecutor(given.jobs) as pool:
-            list(pool.map(untouched, sorted({(fault.schedule, fault.transport) for fault in faults})))
             for done in as_completed([pool.submit(one, fault) for fault in faults]):
                 row = done.result()
                 if row is None:
@@ -141,8 +142,9 @@ def main() -> None:
         if given.slices:
             slices.stop()
     print(json.dumps(summary(rows)))
-    if any(row["problems"] for row in rows):
-        raise SystemExit(f"what did not hold is in {work}")
+    broken = [row["name"] for row in rows if row["problems"]]
+    if broken:
+        raise SystemExit(f"did not hold: {', '.join(broken)}; what this call has seen of it is in {work}")
     shutil.rmtree(work)
 
 

@@ -1,29 +1,24 @@
-"""What both campaigns share: a worker process that is watched and restarted, cases one by one, failures shrunk."""
+"""Runs cases one by one in a worker process that is watched and started again; failures are shrunk and counted."""
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import json
 import os
-import platform
 import re
 import selectors
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
+from fuzz_result import Counts, Failure
 
-__all__ = ["CPU_LIMIT", "IDLE_LIMIT", "Campaign", "Worker", "encoded", "environment", "run_campaign", "site_of"]
+__all__ = ["CPU_LIMIT", "IDLE_LIMIT", "Worker", "encoded", "run_cases", "site_of"]
 
 FOLDER = Path(__file__).parent
 CPU_LIMIT = 10.0
@@ -135,126 +130,53 @@ def site_of(found: dict[str, Any]) -> str:
     return f"{found['wrong']} {last} in {place}"
 
 
-@dataclass(slots=True, kw_only=True)
-class Campaign:
-    """Counts, and every failure once by its site."""
+Shrink = Callable[[int, dict[str, Any], str, Worker], dict[str, Any]]
+"""a smaller case that fails at the same site, from number, case and site"""
 
-    seed: int
-    first: int
-    """number of the first case"""
-    seconds: float
-    """of wall time, after which no more cases begin"""
-    shrink: Callable[[int, dict[str, Any], str, Worker], dict[str, Any]]
-    """a smaller case that fails at the same site"""
-    failures_folder: Path
-    cases: int = 0
-    commands: int = 0
-    by: Counter[str] = field(default_factory=Counter)
-    exits: Counter[str] = field(default_factory=Counter)
-    failures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    slowest: float = 0.0
-    peak: int = 0
 
-    def run(self, cases: Iterable[tuple[int, str, dict[str, Any]]]) -> None:
-        """Go through (number, kind, case) until they or the time end."""
-        worker, began = Worker(), time.monotonic()
-        told = began
-        try:
-            for number, kind, case in cases:
-                if time.monotonic() - began > self.seconds:
-                    break
-                found = worker.run(case)
-                self.cases += 1
-                self.by[kind] += 1
-                self.commands += len(found["codes"])
-                self.exits.update(str(code) for code in found["codes"])
-                self.slowest = max(self.slowest, found["seconds"])
-                self.peak = max(self.peak, found.get("peak", 0))
-                if found["wrong"] is not None:
-                    self._keep(number, kind, case, found, worker)
-                if time.monotonic() - told > 30:
-                    told = time.monotonic()
-                    rate = self.cases / (told - began)
-                    print(f"{self.cases} cases, {rate:.0f}/s, {len(self.failures)} sites", flush=True)
-        finally:
-            worker.end()
+def run_cases(
+    cases: Iterable[tuple[int, str, dict[str, Any]]],
+    *,
+    worker: Worker,
+    shrink: Shrink,
+    until: float,
+    failures: Path,
+) -> Counts:
+    """Go through (number, kind, case) until they end, or the monotonic clock reaches `until`."""
+    counts = Counts()
+    for number, kind, case in cases:
+        if time.monotonic() > until:
+            break
+        found = worker.run(case)
+        counts.add(number, kind, found)
+        if found["wrong"] is not None:
+            site = site_of(found)
+            counts.failures.append(Failure(case=number, site=site, kind=kind, line=tuple(found["line"])))
+            _keep(failures, number, case, site, found, shrink=shrink, worker=worker)
+    return counts
 
-    def _keep(self, number: int, kind: str, case: dict[str, Any], found: dict[str, Any], worker: Worker) -> None:
-        site = site_of(found)
-        if site in self.failures:
-            self.failures[site]["count"] += 1
-            return
-        print(f"case {number} ({kind}): {site}", flush=True)
-        small = self.shrink(number, case, site, worker)
-        entry = {"site": site, "case": number, "kind": kind, "line": found["line"], "count": 1}
-        self.failures[site] = entry
-        self.failures_folder.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[^A-Za-z0-9]+", "-", site)[:80]
-        text = json.dumps({**entry, "small": small, "stderr": found["stderr"]}, indent=1)
-        (self.failures_folder / f"{name}.json").write_text(text)
 
-    def values(self) -> dict[str, Any]:
-        """For the result."""
-        return {
-            "seed": self.seed,
-            "first case": self.first,
-            "cases": self.cases,
-            "commands run": self.commands,
-            "cases by kind": dict(sorted(self.by.items())),
-            "exit codes": dict(sorted(self.exits.items())),
-            "failures": sorted(self.failures.values(), key=lambda entry: str(entry["site"])),
-            "slowest command, seconds of CPU time": round(self.slowest, 2),
-            "largest resident memory of a worker, bytes": self.peak,
-        }
+def _keep(
+    folder: Path,
+    number: int,
+    case: dict[str, Any],
+    site: str,
+    found: dict[str, Any],
+    *,
+    shrink: Shrink,
+    worker: Worker,
+) -> None:
+    """Write the shrunk case of a site, the first that is seen of it."""
+    path = folder / (re.sub(r"[^A-Za-z0-9]+", "-", site)[:80] + ".json")
+    if path.exists():
+        return
+    print(f"case {number}: {site}", flush=True)
+    small = shrink(number, case, site, worker)
+    folder.mkdir(parents=True, exist_ok=True)
+    entry = {"site": site, "case": number, "line": found["line"], "small": small, "stderr": found["stderr"]}
+    path.write_text(json.dumps(entry, indent=1))
 
 
 def encoded(files: dict[str, bytes]) -> dict[str, str]:
     """Files of a case, as a worker takes them."""
     return {name: base64.b64encode(data).decode() for name, data in files.items()}
-
-
-def environment() -> str:
-    return f"{platform.platform()}, Python {platform.python_version()}, numpy {np.__version__}"
-
-
-def record_result(part: str, values: dict[str, Any], path: Path) -> None:
-    """Put one campaign's values behind those of others in the result: a campaign may be run in several parts."""
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known["environment"] = environment()
-    known.setdefault(part, []).append(values)
-    path.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
-
-
-def run_campaign(
-    words: str | None,
-    part: str,
-    *,
-    count: int,
-    case: Callable[[int, int], tuple[str, dict[str, Any]]],
-    shrink: Callable[[int, int, dict[str, Any], str, Worker], dict[str, Any]],
-) -> None:
-    """The command line of a campaign: run cases, print and record what came of them; exit code 1 for a failure.
-
-    `case` makes a case from seed and number, and `shrink` a smaller one that fails at the same site.
-    """
-    parser = argparse.ArgumentParser(description=words)
-    parser.add_argument("--count", type=int, default=count)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
-    parser.add_argument("--failures", type=Path, default=FOLDER / "failures")
-    parser.add_argument("--out", type=Path, help="result file to write into")
-    options = parser.parse_args()
-    campaign = Campaign(
-        seed=options.seed,
-        first=options.first,
-        seconds=options.seconds,
-        shrink=partial(shrink, options.seed),
-        failures_folder=options.failures,
-    )
-    numbers = range(options.first, options.first + options.count)
-    campaign.run((number, *case(options.seed, number)) for number in numbers)
-    print(campaign.values())
-    if options.out is not None:
-        record_result(part, campaign.values(), options.out)
-    sys.exit(1 if campaign.failures else 0)

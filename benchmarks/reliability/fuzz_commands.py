@@ -2,24 +2,30 @@
 
     python benchmarks/reliability/fuzz_commands.py --count 5000 --seed 1
 
-Commands that would train, measure or serve get what they refuse before they start a process, among any options:
-`run`, `calibrate` and `launch` without --print a plan or profile that names no code, `profile` and `auto` a model
-that does not exist, `serve` an address that is not this machine's. Clusters have at most 8 accelerators, and the
-tables of the paper that take about as long as the limit by themselves are left out. `what-if`, which makes a plan
-for every point of a sweep and more between them, and half of the plans are for one schedule and micro-batch size.
+Commands, options, their types and choices are click's own, and so are the examples in each command's help, which
+every third line begins with: a command or an option that is new is tried by itself.
+
+No process is started: a worker refuses it (`fuzz_worker.NoProcesses`), so that commands that would train get as
+far as their ranks. `profile` and `auto`, which would measure, are given a model that does not exist, and `serve`
+an address that is not this machine's. Clusters have at most 8 accelerators, and the tables of the paper that take
+about as long as the limit by themselves are left out. `what-if`, which makes a plan for every point of a sweep and
+more between them, and half of the plans are for one schedule and micro-batch size.
 """
 
 from __future__ import annotations
 
 import random
+import shlex
 from functools import cache
 from typing import Any
 
 import click
-from fuzz_campaign import Worker, encoded, run_campaign, site_of
+from fuzz_campaign import Worker, encoded, site_of
 from fuzz_documents import EXAMPLES, companions, documents
+from fuzz_jobs import Program, run_campaign
 
 from bapipe.cli import COMMANDS, cli
+from bapipe.exporters.targets import TARGETS
 
 __all__ = ["command_case"]
 
@@ -34,7 +40,8 @@ LISTS = (
 )  # fmt: skip
 FILES = (
     "plan.json", "run.json", "profile.json", "cluster.toml", "layers.toml", "schedule.json", "schedule.csv",
-    "small.graph.txt", "no-code.json", "analytic.json", "missing.json", ".", "", "/dev/null", "x" * 300, "-",
+    "small.graph.txt", "no-code.json", "analytic.json", "trace.json", "layout.args", "saved", "missing.json", ".",
+    "", "/dev/null", "x" * 300, "-",
 )  # fmt: skip
 OUTPUTS = (
     "out.json", "out.html", "out.svg", "out.csv", "out.toml", "missing/out.json", ".", "", "/dev/full",
@@ -78,6 +85,16 @@ WORDS: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda", "cuda:0", "cuda:x", "tpu"),
     "accelerator": ("cpu-core", "x", ""),
     "arguments": ("layers=2", "x", "="),
+    "layout": ("3,5", "4,4", "plan.json", "layout.args", "schedule.csv", "Et*3|(tt|)*2tL", "2,2,2,2", "0,8", "t|",
+               "(((", "Et*99999999|L", "(t|)*99999999", "missing.csv"),
+    "cuts": ("4,4", "2,2,2,2", "3,5", "8", "0,8", "x", "Et*3|(tt|)*2tL", "99999999999,1"),
+    "to": (*TARGETS, "x", "Megatron"),
+    "target_version": ("0.1", "1", "2.13", "99.99", "0.2.1", "x", "-1"),
+    "lora": ("r=8", "r=0", "r", "=", "r=8,alpha=16", "r=999999999999"),
+    "effort": ("low", "normal", "high", "5", "0", "-1", "nan", "1e308", "x"),
+    "accept_changes": ("optimizer", "structure,precision", "all", "x", ","),
+    "folder": ("saved", "saved", "saved/step-00000002", "new", ".", "plan.json", "/dev/null", "missing/below"),
+    "step": ("2", "1", "-1", "0", "99999999999999999999"),
 }  # fmt: skip
 """parameter -> values, valid ones first"""
 MODELS = ("alexnet", "vgg16", "gnmt-8", "resnet50", "profile.json", "layers.toml", "small.graph.txt",
@@ -90,6 +107,8 @@ NOT_HERE = (
 )  # fmt: skip
 NEVER = {"racing", "links"}
 """options that run a model or measure links whatever else is given"""
+MEASURING = ("profile", "auto", "serve", "reproduce", "what-if")
+"""commands whose examples measure in this process, wait for a browser, or take as long as the limit"""
 
 
 @cache
@@ -107,12 +126,24 @@ def command_table() -> dict[tuple[str, ...], click.Command]:
 
 
 @cache
+def examples() -> dict[tuple[str, ...], list[list[str]]]:
+    """The lines that a command's own help shows, but those of commands that would measure or serve."""
+    found: dict[tuple[str, ...], list[list[str]]] = {}
+    for words, command in command_table().items():
+        shown = (line.strip().rstrip("\\") for line in (command.help or "").splitlines())
+        lines = [shlex.split(line)[1:] for line in shown if line.startswith("bapipe ")]
+        found[words] = [line for line in lines if tuple(line[: len(words)]) == words and words[0] not in MEASURING]
+    return found
+
+
+@cache
 def _files() -> dict[str, str]:
     from bapipe.costs.resolve_model import load_profile
     from bapipe.hardware.cluster_file import read_cluster
     from bapipe.io.files import dump_json
 
     valid = documents()
+    (manifest,) = valid["manifest"]
     analytic = load_profile(
         "alexnet", types=[read_cluster("1xv100").type_of(0)], precision="fp32", microbatches=[1, 2]
     )
@@ -125,6 +156,8 @@ def _files() -> dict[str, str]:
         "no-code.json": next(item.text for item in valid["plan"] if item.name == "boards"),
         "analytic.json": dump_json(analytic),
         "other.json": (EXAMPLES / "mixed" / "quarter.json").read_text(),
+        manifest.file: manifest.text,
+        **manifest.beside,
     }
     return encoded({name: text.encode() for name, text in texts.items()})
 
@@ -153,12 +186,10 @@ def _value(words: tuple[str, ...], parameter: click.Parameter, random_: random.R
 def _path(words: tuple[str, ...], name: str, random_: random.Random) -> str:
     usual = {
         "plan_file": "plan.json", "run_file": "run.json", "profile_file": "profile.json", "profiles": "other.json",
-        "profile": "profile.json", "checkpoint": "saved", "results": "run.json",
+        "profile": "profile.json", "checkpoint": "saved", "results": "run.json", "trace_file": "trace.json",
     }  # fmt: skip
-    if name == "plan_file" and words[0] in ("run", "launch"):
-        return random_.choice(("no-code.json", "no-code.json", "missing.json", "run.json", "."))
     if name == "profile_file" and words[0] == "calibrate":
-        return random_.choice(("analytic.json", "analytic.json", "missing.json", "plan.json"))
+        return random_.choice(("analytic.json", "profile.json", "missing.json", "plan.json"))
     if name in usual and random_.random() < 0.75:
         return usual[name]
     return random_.choice(FILES if name in usual else OUTPUTS)
@@ -167,42 +198,69 @@ def _path(words: tuple[str, ...], name: str, random_: random.Random) -> str:
 def command_line(seed: int, number: int) -> list[str]:
     """The command line of a number."""
     random_ = random.Random(f"{seed}/command/{number}")
-    table = command_table()
-    words = random_.choice([*table, *[("simulate",), ("report",), ("compare",)] * 3, ("plan",), ("plan",)])
-    command = table[words]
+    words = random_.choice(
+        [*command_table(), *[("simulate",), ("report",), ("compare",)] * 3, ("plan",), ("plan",)]
+    )
+    shown = examples()[words]
+    line = _changed(words, random_.choice(shown), random_) if shown and random_.random() < 0.3 else None
+    line = line or _drawn(words, random_)
+    if words == ("launch",) and random_.random() < 0.7:
+        line.append("--print")
+    if words == ("what-if",) or (words == ("plan",) and random_.random() < 0.5):
+        line += (
+            f"--schedule {random_.choice(('1f1b-so', 'data-parallel'))} --micro-batch 1 --global-batch 8".split()
+        )
+    if words == ("serve",):
+        line += ["--host", "192.0.2.1"]
+    if random_.random() < 0.1:
+        spot = random_.randrange(1, len(line) + 1)
+        line[spot:spot] = [random_.choice((*TEXTS, "--nothing", "-h", "--json", *line))]
+    return line
+
+
+def _drawn(words: tuple[str, ...], random_: random.Random) -> list[str]:
+    """What a command must have, and some of what it may have."""
     line = list(words)
     share = random_.choice((0.1, 0.2, 0.4))
-    for parameter in command.params:
+    for parameter in command_table()[words].params:
         if parameter.name in NEVER:
             continue
         if isinstance(parameter, click.Argument):
             count = random_.choice((1, 2, 3)) if parameter.nargs == -1 else 1
             if parameter.required or random_.random() < 0.5:
                 line += [_value(words, parameter, random_) for _ in range(count)]
-            continue
-        wanted = random_.random() < (0.95 if parameter.required else share)
-        if not wanted or not isinstance(parameter, click.Option):
-            continue
-        name = random_.choice([*parameter.opts, *parameter.secondary_opts])
-        line.append(name)
-        if not parameter.is_flag:
-            line.append(_value(words, parameter, random_))
-    if words == ("launch",) and random_.random() < 0.7:
-        return [*("plan.json" if item == "no-code.json" else item for item in line), "--print"]
-    if words == ("what-if",) or (words == ("plan",) and random_.random() < 0.5):
-        line += [
-            "--schedule",
-            random_.choice(("1f1b-so", "data-parallel")),
-            "--micro-batch",
-            "1",
-            "--global-batch",
-            "8",
-        ]
-    if words == ("serve",):
-        line += ["--host", "192.0.2.1"]
-    if random_.random() < 0.1:
-        spot = random_.randrange(1, len(line) + 1)
-        line[spot:spot] = [random_.choice((*TEXTS, "--nothing", "-h", "--json", *line))]
+        elif isinstance(parameter, click.Option) and random_.random() < (0.95 if parameter.required else share):
+            line += _option(words, parameter, random_)
+    return line
+
+
+def _option(words: tuple[str, ...], option: click.Option, random_: random.Random) -> list[str]:
+    name = random_.choice([*option.opts, *option.secondary_opts])
+    return [name] if option.is_flag else [name, _value(words, option, random_)]
+
+
+def _changed(words: tuple[str, ...], shown: list[str], random_: random.Random) -> list[str]:
+    """An example with some of its words changed or gone, and an option or two more."""
+    line = list(shown)
+    for _ in range(random_.choice((0, 1, 1, 2))):
+        spot = random_.randrange(len(words), len(line)) if len(line) > len(words) else None
+        if spot is None:
+            break
+        what = random_.randrange(4)
+        if what == 0:
+            del line[spot]
+        elif what == 1:
+            line[spot] = random_.choice((*TEXTS, *INTEGERS, *FILES))
+        elif what == 2 and line[spot].isdigit():
+            line[spot] = random_.choice(INTEGERS)
+        else:
+            line[spot] = line[spot][: random_.randrange(len(line[spot]) + 1)]
+    options = [
+        item for item in command_table()[words].params if isinstance(item, click.Option) and item.name not in NEVER
+    ]
+    for _ in range(random_.choice((0, 1, 2))):
+        if options:
+            line += _option(words, random_.choice(options), random_)
     return line
 
 
@@ -212,7 +270,7 @@ def command_case(seed: int, number: int) -> tuple[str, dict[str, Any]]:
     return line[0], {"files": _files(), "lines": [line]}
 
 
-def _shrunk(case: dict[str, Any], site: str, worker: Worker) -> dict[str, Any]:
+def _shrunk(_seed: int, _number: int, case: dict[str, Any], site: str, worker: Worker) -> dict[str, Any]:
     """Fewer words, as long as it fails at the same site."""
     line = case["lines"][0]
     position = len(line) - 1
@@ -232,10 +290,7 @@ def _shrunk(case: dict[str, Any], site: str, worker: Worker) -> dict[str, Any]:
 def main() -> None:
     run_campaign(
         __doc__,
-        "command lines",
-        count=5000,
-        case=command_case,
-        shrink=lambda _seed, _number, *found: _shrunk(*found),
+        Program(part="command lines", count=5_000, block=10, case=command_case, shrink=_shrunk),
     )
 
 

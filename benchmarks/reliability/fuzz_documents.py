@@ -1,15 +1,17 @@
-"""Valid documents of every format that BaPipe reads, small ones, and the commands that read each format.
+"""Valid documents of every format that BaPipe reads, small ones. `fuzz_lines.py` has the commands that read each.
 
 The documents are made by BaPipe's own commands, once per process, from the examples of the repository.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import re
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -17,20 +19,22 @@ from typing import Any
 
 from fuzz_mutations import json_text, toml_text
 
-from bapipe.costs.profile import read_profile
+from bapipe.costs.profile import Profile, read_profile
 from bapipe.fpga import explore_fpga, make_fpga_plan
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.io.files import content_hash, dump_json
+from bapipe.models.layers import ModelRef
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
 from bapipe.planner.inputs import layers_for_fpgas
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan, read_plan
 from bapipe.records.run_record import EventRecord, RunEnvironment, RunRecord, StepRecord, TransferRecord
 from bapipe.schedule.actions import Action, Kind
 from bapipe.schedule.generators import make_schedule
 from bapipe.schedule.schedule_file import ScheduleFile, to_torch_csv
+from bapipe.torch.checkpoint.checkpoint_manifest import MANIFEST, Manifest, SavedFile, dump_manifest
 
-__all__ = ["COMMANDS", "Document", "companions", "documents", "with_hash_of"]
+__all__ = ["Document", "companions", "documents", "signed_manifest", "with_hash_of"]
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -71,12 +75,13 @@ _REQUESTS = {
     "hybrid": Request(global_batch=8, strategy="pipedream"),
     "never flushes": Request(global_batch=8, schedule="pipedream"),
     "capped": Request(global_batch=8, stages=2, schedule="1f1b", cap=2),
+    "v-shaped": Request(global_batch=8, schedule="zb-v"),
 }
 
 
 @cache
 def _plans() -> dict[str, Plan]:
-    profile = read_profile(EXAMPLES / "tiny-profile.json")
+    profile = _with_modules()
     two, three = (
         read_cluster(str(EXAMPLES / "cluster-two-cpus.toml")),
         _three_cpus(),
@@ -141,9 +146,77 @@ def companions() -> dict[str, str]:
     return {
         "plan.json": dump_json(plan),
         "run.json": dump_json(_run(plan)),
-        "profile.json": (EXAMPLES / "tiny-profile.json").read_text(),
+        "profile.json": dump_json(_with_modules()),
         "cluster.toml": (EXAMPLES / "cluster-two-cpus.toml").read_text(),
+        "trace.json": _trace("host"),
+        "layout.args": _LAYOUT,
     }
+
+
+@cache
+def _with_modules() -> Profile:
+    """The example's profile, with blocks for layers, and their modules."""
+    profile = read_profile(EXAMPLES / "tiny-profile.json")
+    layers = tuple(
+        replace(layer, name=f"blocks.{index}", modules=(f"blocks.{index}",))
+        for index, layer in enumerate(profile.layers)
+    )
+    return replace(profile, layers=layers)
+
+
+def _trace(kind: str) -> str:
+    """As PyTorch's profiler writes it, of two calls of the model; times of the host, or with kernels."""
+
+    def event(category: str, name: str, start: float, length: float, thread: int, **more: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "pid": 1, "tid": thread,
+                "args": more}  # fmt: skip
+
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]
+    for call, layer in itertools.product(range(2), range(8)):
+        number, start = 8 * call + layer, 1000.0 * call + 50.0 * layer
+        back = 1000.0 * call + 900.0 - 50.0 * layer
+        same = {"Sequence number": number}
+        evaluated = f"{_EVALUATED}: AddmmBackward0"
+        events += [
+            event("user_annotation", f"blocks.{layer}", start, 30.0, 1),
+            event("cpu_op", "aten::addmm", start + 2.0, 20.0, 1, **same, **{"Fwd thread id": 0}),
+            event("cpu_op", evaluated, back, 40.0, 2, **same, **{"Fwd thread id": 1}),
+        ]
+        if kind == "kernels":
+            for place, (at, thread) in enumerate(((start + 5.0, 1), (back + 5.0, 2))):
+                link = {"correlation": 2 * number + place}
+                events += [
+                    event("cuda_runtime", "cudaLaunchKernel", at, 3.0, thread, **link),
+                    event("kernel", "gemm", at + 100.0, 15.0, 7, **link),
+                ]
+    return json.dumps({"schemaVersion": 1, "traceEvents": events})
+
+
+def _manifest() -> Document:
+    """Of a checkpoint whose files hold no tensors: what lists and verifies it reads no more."""
+    files = {"weights": "12345", ".metadata": "none", "state.pt": "none"}
+    saved = {
+        name: SavedFile(size=len(text), sha256=hashlib.sha256(text.encode()).hexdigest())
+        for name, text in files.items()
+    }
+    manifest = Manifest(
+        step=2, model=ModelRef(name="any"), saved_under="a plan", global_batch=4, microbatch_size=2, saved=(),
+        tensors="0" * 64, files=saved, torch="2",
+    )  # fmt: skip
+    folder = "saved/step-00000002"
+    beside = {f"{folder}/{name}": text for name, text in files.items()}
+    return _json("two steps", f"{folder}/{MANIFEST}", dump_manifest(manifest), beside)
+
+
+def signed_manifest(text: str) -> str:
+    """With the checksum that it should have, so that a reader goes on; as it is where it is no JSON object."""
+    try:
+        values = json.loads(text)
+        values.pop("sha256")
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        return json.dumps({**values, "sha256": digest})
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return text
 
 
 def with_hash_of(run: str, plan: bytes) -> str:
@@ -164,7 +237,7 @@ def documents() -> dict[str, tuple[Document, ...]]:
     plans = _plans()
     schedules = {
         "1f1b-so": make_schedule("1f1b-so", 3, 4),
-        "zb-h1": make_schedule("zb-h1", 2, 3),
+        "zb-h1": make_schedule("zb-h1", 2, 4),
         "interleaved": make_schedule("interleaved", 2, 4, virtual=2),
         "replicas": make_schedule("gpipe", 2, 4, replicas=(2, 1)),
         "fbp-as": make_schedule("fbp-as", 2, 3),
@@ -185,6 +258,7 @@ def documents() -> dict[str, tuple[Document, ...]]:
             if name in ("straight", "zero bubble", "interleaved", "data parallel", "hybrid", "gpipe")
         ),
         "profile": (
+            _json("modules", "profile.json", dump_json(_with_modules())),
             _json("example", "profile.json", (EXAMPLES / "tiny-profile.json").read_text()),
             _json("two types", "profile.json", (EXAMPLES / "mixed" / "both.json").read_text()),
         ),
@@ -210,9 +284,14 @@ def documents() -> dict[str, tuple[Document, ...]]:
                 text=(REPOSITORY / "tests" / "data" / "small.graph.txt").read_text(),
             ),
         ),
+        "trace": tuple(_json(kind, "trace.json", _trace(kind)) for kind in ("host", "kernels")),
+        "layout": (Document(name="megatron", file="layout.args", values=None, text=_LAYOUT),),
+        "manifest": (_manifest(),),
     }
 
 
+_EVALUATED = "autograd::engine::evaluate_function"
+_LAYOUT = "--pipeline-model-parallel-size 2\n--pipeline-model-parallel-layout 'Et*3|(tt|)*2tL'\n"
 _TIED = """
 schema = "bapipe.layers/1"
 name = "tied"
@@ -245,95 +324,3 @@ shares_weights_with = "embedding"
 split = 16
 split_by = "vocabulary entries"
 """
-
-_NARROW = ("--strategy", "bapipe", "--schedule", "1f1b-so", "--micro-batch", "1", "--global-batch", "4")
-_COMPARED = ("compare", "plan.json", "run.json")
-_CORRECTING = ("--json", "--profile", "profile.json", "--recalibrate", "again.json", "--cluster-out", "c.toml")
-_CORRECTED = (*_COMPARED, *_CORRECTING)
-
-COMMANDS: dict[str, Sequence[Sequence[str]]] = {
-    "plan": (
-        ("report", "plan.json", "-o", "out.html", "--trace", "trace.json"),
-        ("report", "plan.json", "run.json", "-o", "out.html", "--profile", "profile.json", "--svg", "pictures"),
-        ("launch", "plan.json", "--print", "--steps", "2"),
-        _CORRECTED,
-        _COMPARED,
-        ("report", "plan.json", "-o", "out.html", "--profile", "profile.json", "--explain"),
-    ),
-    "run": (
-        _CORRECTED,
-        (*_COMPARED, "--trace", "trace.json"),
-        ("report", "plan.json", "run.json", "-o", "out.html", "--trace", "trace.json", "--svg", "pictures"),
-    ),
-    "profile": (
-        (
-            "plan",
-            "profile.json",
-            "--cluster",
-            "cluster.toml",
-            *_NARROW,
-            "--out",
-            "planned.json",
-            "--report",
-            "r.html",
-        ),
-        ("report", "plan.json", "run.json", "-o", "out.html", "--profile", "profile.json"),
-        (*_COMPARED, "--profile", "profile.json", "--recalibrate", "again.json"),
-        ("merge", "profile.json", "profile.json", "--replace", "-o", "merged.json"),
-        ("merge", "profile.json", "other.json", "-o", "merged.json"),
-    ),
-    "cluster": (
-        ("plan", "profile.json", "--cluster", "cluster.toml", *_NARROW, "--json"),
-        ("plan", "alexnet", "--cluster", "cluster.toml", *_NARROW, "--out", "planned.json"),
-    ),
-    "schedule": (
-        ("simulate", "schedule.json", "--forward", "1", "--backward", "2", "--transfer", "0.1", "--svg", "s.svg"),
-        ("simulate", "schedule.json", "--forward", "1", "--backward", "2", "--recompute", "--optimizer-step", "1"),
-        ("simulate", "schedule.json", "--forward", "1", "--backward", "2", "--links", "blocking", "--json"),
-        (
-            "simulate",
-            "schedule.json",
-            "--forward",
-            "1",
-            "--backward",
-            "2",
-            "--out",
-            "out.csv",
-            "--trace",
-            "t.json",
-        ),
-    ),
-    "schedule table": (
-        ("simulate", "schedule.csv", "--forward", "1", "--backward", "2", "--svg", "s.svg", "--out", "out.json"),
-    ),
-    "layers": (
-        ("plan", "layers.toml", "--cluster", "2xv100", *_NARROW, "--json"),
-        (
-            "plan",
-            "layers.toml",
-            "--cluster",
-            "2xvcu118",
-            "--global-batch",
-            "4",
-            "--micro-batch",
-            "1",
-            "--stages",
-            "2",
-        ),
-        (
-            "plan",
-            "layers.toml",
-            "--cluster",
-            "2xv100",
-            "--global-batch",
-            "4",
-            "--micro-batch",
-            "1",
-            "--split-layers",
-        ),
-    ),
-    "graph": (
-        ("plan", "small.graph.txt", "--cluster", "2xv100", "--schedule", "1f1b-so", "--global-batch", "64"),
-    ),
-}
-"""format -> every command that reads it, in a folder that has the document and its companions"""

@@ -10,15 +10,17 @@ import random
 from functools import cache
 from typing import Any
 
-from fuzz_campaign import Worker, encoded, run_campaign, site_of
-from fuzz_documents import COMMANDS, Document, companions, documents, with_hash_of
+from fuzz_campaign import Worker, encoded, site_of
+from fuzz_documents import Document, companions, documents, signed_manifest, with_hash_of
+from fuzz_jobs import Program, run_campaign
+from fuzz_lines import COMMANDS
 from fuzz_mutations import at, mutated_bytes, mutated_values, places
 
 __all__ = ["file_case"]
 
 WEIGHTS = {
     "plan": 32, "run": 22, "profile": 14, "cluster": 10, "schedule": 10, "schedule table": 4, "layers": 5,
-    "graph": 3,
+    "graph": 3, "trace": 6, "layout": 2, "manifest": 5,
 }  # fmt: skip
 
 
@@ -48,7 +50,13 @@ def _case(kind: str, document: Document, data: bytes, lines: Any) -> dict[str, A
     own = {name: text.encode() for name, text in document.beside.items()}
     if kind == "plan" and "run.json" in own:
         own["run.json"] = with_hash_of(document.beside["run.json"], data).encode()
-    files = {name: text for name, text in {**_beside(), **own}.items() if any(name in line for line in lines)}
+    files = {
+        name: text
+        for name, text in {**_beside(), **own}.items()
+        if name in document.beside or any(name in line for line in lines)
+    }
+    if kind == "manifest" and len(data) % 4:
+        data = signed_manifest(data.decode(errors="replace")).encode()
     return {
         "files": encoded({**files, document.file: data}),
         "lines": [list(line) for line in lines],
@@ -108,7 +116,10 @@ def _shrunk(seed: int, number: int, case: dict[str, Any], site: str, worker: Wor
 
 
 def main() -> None:
-    run_campaign(__doc__, "mutated files", count=200_000, case=file_case, shrink=_shrunk)
+    run_campaign(
+        __doc__,
+        Program(part="mutated files", count=200_000, block=100, case=file_case, shrink=_shrunk),
+    )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,33 @@ _READERS = {
     "schedule table": read_schedule,
     "layers": read_layer_table,
 }
+_WRITTEN = {
+    "planned.json": read_plan,
+    "again.json": read_profile,
+    "merged.json": read_profile,
+    "traced.json": read_profile,
+    "c.toml": read_cluster,
+    "out.csv": read_schedule,
+}
+"""files that commands write -> their reader"""
 _TOO_MUCH = "not enough memory"
+
+
+class NoProcesses:
+    """An audit hook of Python: while a command runs, a process that it starts is refused."""
+
+    EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"})
+
+    def __init__(self) -> None:
+        self.on = False
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, _: tuple[Any, ...]) -> None:
+        if self.on and event in self.EVENTS:
+            raise BaPipeError(f"no process is started here ({event})")
+
+
+_no_processes = NoProcesses()
 
 
 def run_line(arguments: list[str], kept: int = 4000) -> dict[str, Any]:
@@ -53,6 +79,7 @@ def run_line(arguments: list[str], kept: int = 4000) -> dict[str, Any]:
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace", write_through=True)
     began = time.process_time()
+    _no_processes.on = True
     with (
         mock.patch.object(sys, "argv", ["bapipe", *arguments]),
         mock.patch.object(sys, "path", list(sys.path)),
@@ -64,6 +91,8 @@ def run_line(arguments: list[str], kept: int = 4000) -> dict[str, Any]:
             code: Any = 0
         except SystemExit as stop:
             code = stop.code
+        finally:
+            _no_processes.on = False
     seconds = time.process_time() - began
     said = err.buffer.getvalue().decode()
     printed = out.buffer.getvalue().decode()
@@ -88,6 +117,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     for entry in folder.iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     for name, data in case["files"].items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(base64.b64decode(data))
     os.chdir(folder)
     codes, slowest = [], 0.0
@@ -96,10 +126,25 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         codes.append(found["code"])
         slowest = max(slowest, found["seconds"])
         wrong = complaint(found)
+        if wrong is None and found["code"] == 0 and "reads" in case:
+            refused = _refused_output(folder)
+            if refused is not None:
+                wrong, found["stderr"] = "wrote what it refuses", refused
         if wrong is not None:
             return {"wrong": wrong, "line": line, "stderr": found["stderr"], "codes": codes, "seconds": slowest}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"wrong": None, "codes": codes, "seconds": slowest, "peak": peak, "stderr": found["stderr"][:200]}
+
+
+def _refused_output(folder: Path) -> str | None:
+    """Why BaPipe itself cannot read what a command has written."""
+    for name, read in _WRITTEN.items():
+        if (folder / name).exists():
+            try:
+                read(str(folder / name))
+            except BaPipeError as error:
+                return str(error)
+    return None
 
 
 def _readable(reads: list[str] | None) -> bool:

@@ -1,6 +1,8 @@
 """The soak: thousands of steps on two ranks, with saves and evaluations, after which nothing has grown.
 
 README.md says what flat means. Writes result-soak.json here, or result-soak-slices.json with --slices (or --out).
+With --seconds and --work a soak is run in several calls: each goes on from the checkpoint of the one before, and
+the last one writes the result.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from bapipe.torch.launch.launcher import start_script
 HERE = Path(__file__).resolve().parent
 SAMPLES = 100
 """times that each rank is looked at"""
+LEAST = 10
+"""samples that a process must have to be judged"""
 GROWTH = 2 * 2**20
 """bytes that the resident memory of a process may have grown between the second and the last fifth of a run"""
 DIFFERENCE = 1e-9
@@ -38,15 +42,22 @@ def growth(rows: list[dict[str, int]], what: str) -> float:
 
 
 def judged(ranks: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """What grew on each rank, how far losses are off, and what of it is not as it must be."""
+    """What grew on each rank, how far losses are off, and what of it is not as it must be.
+
+    A rank's samples are those of all its processes, one after the other where there were several calls; what
+    grew is the most of any.
+    """
     problems, grown = [], []
     for found in ranks:
+        parts = [part for part in found["parts"] if len(part) >= LEAST]
         own = {
-            key: growth(found["samples"], key)
-            for key in found["samples"][0]
-            if key not in ("step", "python_threads")
+            key: max(growth(part, key) for part in parts)
+            for key in found["parts"][0][0]
+            if key not in ("step", "python_threads") and parts
         }
         grown.append(own)
+        if not parts:
+            problems.append(f"rank {found['rank']}: no call is long enough to be judged")
         for key, value in own.items():
             if value > (GROWTH if key == "resident" else 0):
                 problems.append(f"rank {found['rank']}: {key} grew by {value:g}")
@@ -64,6 +75,23 @@ def judged(ranks: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     return figures, problems
 
 
+def _joined(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank did in all calls; a call that was killed is repeated from the checkpoint before it."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"part-*-{rank}.json"))]
+    losses: list[float] = []
+    for part in found:
+        del losses[part["first"] :]
+        losses += part["losses"]
+    return {
+        "rank": rank,
+        "parts": [part["samples"] for part in found if part["samples"]],
+        "losses": losses,
+        "alone": found[-1].get("alone", []),
+        "seconds": sum(part["seconds"] for part in found),
+        "evaluations": sum(part["evaluations"] for part in found),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, help="5000, or 1000 on slices")
@@ -71,6 +99,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--slices", action="store_true", help="with cuda: a slice of the GPU for each rank (MPS)")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--seconds", type=float, default=1e9, help="end after so long, saved; --work goes on")
+    parser.add_argument("--work", type=Path, help="folder of a soak in several calls; it stays until the last")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     steps = given.steps or (1000 if given.slices else 5000)
@@ -82,7 +112,8 @@ def main() -> None:
         "device": given.device,
         "transport": given.transport,
     }
-    folder = Path(tempfile.mkdtemp(prefix="bapipe-soak-"))
+    folder = given.work or Path(tempfile.mkdtemp(prefix="bapipe-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
     plan = make_plan(given.schedule, device=given.device, sliced=given.slices)
     write_plan(plan, folder / "plan.json")
     if given.slices:
@@ -91,13 +122,18 @@ def main() -> None:
         slices.start(slices.even_slices(SLICES), memory=16e9)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
-        code = start_script(len(plan.ranks), [str(HERE / "soak_worker.py"), json.dumps(settings), str(folder)])
+        asked = json.dumps({**settings, "seconds": given.seconds})
+        code = start_script(len(plan.ranks), [str(HERE / "soak_worker.py"), asked, str(folder)])
     finally:
         if given.slices:
             slices.stop()
     if code:
         raise SystemExit(f"the soak ended with code {code}")
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(len(plan.ranks))]
+    ranks = [_joined(folder, rank) for rank in range(len(plan.ranks))]
+    done = len(ranks[0]["losses"])
+    if done < steps:
+        print(f"{done} of {steps} steps; the same command with --work {folder} goes on")
+        return
     figures, problems = judged(ranks)
     result = {
         "environment": environment(),
@@ -107,7 +143,8 @@ def main() -> None:
         "checkpoints": steps // settings["every"],
         **figures,
         "problems": problems,
-        "samples": [found["samples"] for found in ranks],
+        "calls": len(ranks[0]["parts"]),
+        "samples": [[row for part in found["parts"] for row in part] for found in ranks],
     }
     out = given.out or HERE / ("result-soak-slices.json" if given.slices else "result-soak.json")
     write_text(out, json.dumps(result, indent=1) + "\n")

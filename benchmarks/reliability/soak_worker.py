@@ -1,4 +1,8 @@
-"""One rank of the soak: trains, saves and evaluates, and samples what its process holds. `soak.py` starts it."""
+"""One rank of the soak: trains, saves and evaluates, and samples what its process holds. `soak.py` starts it.
+
+It goes on from the last checkpoint of its folder, and ends, saved, when its time is over. What it did is
+FOLDER/part-<first step>-<rank>.json.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from faulty_model import build, loss, make_batch
 
 from bapipe.records.plan import read_plan
 from bapipe.torch import Checkpoints, Pipeline
+from bapipe.torch.comm.rank_agreement import max_over_ranks
 from bapipe.torch.runtime.process_group import join
 from bapipe.torch.runtime.rank_slice import take_slice
 
@@ -71,8 +76,10 @@ def train(settings: dict[str, Any], folder: Path) -> None:
     ) as pipe:  # fmt: skip
         optimizer = torch.optim.Adam(pipe.parameters(), lr=RATE)
         checkpoints = Checkpoints(pipe, folder / "saved", optimizer=optimizer, keep=2, asynchronous=True)
+        loaded = checkpoints.load()
+        first = 0 if loaded is None else loaded.step
         losses, rows, evaluated, begun = [], [], 0, time.monotonic()
-        for step in range(steps):
+        for step in range(first, steps):
             batch = make_batch(step + 1, plan.global_batch)
             losses.append(pipe.step(*batch))
             optimizer.step()
@@ -84,14 +91,21 @@ def train(settings: dict[str, Any], folder: Path) -> None:
                 evaluated += 1
             if (step + 1) % samples == 0:
                 rows.append({"step": step + 1, **held(pipe.device)})
+                # All ranks end after the same step, whichever clock says so.
+                if max_over_ranks(time.monotonic() - begun) > settings["seconds"] and step + 1 < steps:
+                    checkpoints.save()
+                    break
         checkpoints.close()
         seconds = time.monotonic() - begun
         rank, used = pipe.rank, pipe.device
-    found: dict[str, Any] = {"rank": rank, "seconds": seconds, "evaluations": evaluated, "samples": rows}
-    if rank == 0:
-        found["losses"] = losses
+    done = first + len(losses)
+    found: dict[str, Any] = {
+        "rank": rank, "first": first, "losses": losses, "samples": rows, "evaluations": evaluated,
+        "seconds": seconds,
+    }  # fmt: skip
+    if rank == 0 and done == steps:
         found["alone"] = alone(steps, plan.global_batch, plan.microbatches, used)
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found), encoding="ascii")
+    (folder / f"part-{first:08d}-{rank}.json").write_text(json.dumps(found), encoding="ascii")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The figures of the campaigns, from their results into docs/reliability.md, between its two markers."""
+"""The figures of the campaigns, from their results; `scripts/figures` puts them into the pages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BEGIN", "END", "PAGE", "rendered"]
+__all__ = ["rendered"]
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "reliability.md"
-BEGIN = "<!-- figures: python benchmarks/reliability/tables.py -->"
-END = "<!-- end of figures -->"
 
 
 def _result(name: str) -> dict[str, Any] | None:
@@ -94,10 +91,40 @@ def _soak(found: dict[str, Any], title: str) -> Iterator[str]:
     )
 
 
+def _fuzz(found: dict[str, Any]) -> Iterator[str]:
+    slow, large = "slowest command, seconds of CPU time", "largest resident memory of a worker, bytes"
+    yield "### Malformed files and command lines"
+    yield ""
+    yield "| campaign | code | seed | cases | commands | exit 0 | 1 | 2 | others | slowest | largest worker |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    notes = []
+    for part, wanted in (("mutated files", 200_000), ("command lines", 5000)):
+        entries = found.get(part, [])
+        for entry in entries:
+            exits = entry["exit codes"]
+            codes = [exits.get(code, 0) for code in ("0", "1", "2")]
+            others = sum(exits.values()) - sum(codes)
+            yield (
+                f"| {part} | `{entry['code'][:8]}` | {entry['seed']} | {entry['cases']:,} | "
+                f"{entry['commands run']:,} | {codes[0]:,} | {codes[1]:,} | {codes[2]:,} | {others} | "
+                f"{entry[slow]:.1f} s | {entry[large] / 1e6:.0f} MB |"
+            )
+        cases, failed = (sum(entry[key] for entry in entries) for key in ("cases", "failed cases"))
+        left = sum(len(entry["failures"]) for entry in entries)
+        mended = sorted({site for entry in entries for site in entry["mended"]})
+        notes.append(
+            f"Of {wanted:,} {part} {cases:,} were run; {failed} failed then, {left} of them still do."
+            + (f" Mended since: {'; '.join(f'`{site.strip()}`' for site in mended)}." if mended else "")
+        )
+    yield ""
+    yield " ".join(notes)
+
+
 def rendered() -> str:
     """All figures there are, as Markdown."""
     parts = []
     for name, make in (
+        ("result-fuzz.json", _fuzz),
         ("result-model-check.json", _model_check),
         ("result-faults.json", lambda found: _faults(found, "Faults, CPU ranks over gloo")),
         ("result-faults-slices.json", lambda found: _faults(found, "Faults, slices of a GPU over NCCL and IPC")),
@@ -108,14 +135,3 @@ def rendered() -> str:
         if found is not None:
             parts.append("\n".join(make(found)).strip())
     return "\n\n".join(parts)
-
-
-def main() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{rendered()}\n\n{END}{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -20,9 +20,10 @@ import numpy as np
 from bapipe.io.files import write_text
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import make_schedule
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.engine import Engine, time_tasks
 from bapipe.simulator.lowering import Network, lower
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline
 
 STAGES, MICROBATCHES = 64, (128, 256, 512, 1024)

@@ -10,7 +10,7 @@ from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.schedule.generators import make_schedule, with_update
 from bapipe.schedule.schedule_file import ScheduleFile

@@ -38,7 +38,7 @@ from bapipe.analysis.predicted_measured import StageComparison, compare
 from bapipe.costs.profile import Profile, read_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster, Link
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan, PlanStage, write_plan
 from bapipe.records.run_record import RunRecord, read_run
 from bapipe.torch.slices.mps import even_slices

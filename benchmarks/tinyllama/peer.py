@@ -73,6 +73,8 @@ def main() -> None:
         cut = slices.status(0)
         assert cut is not None, "start the slices first"
         os.environ.update(slices.slice_environment(cut, rank))
+        # As our ranks do: what is free in pieces serves a large tensor, too.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if given.device == "cuda" else "gloo")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -9,16 +9,15 @@ README.md says what the columns are. A row that fails is a row, too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from work import Work
+from work import Work, row_options
 
-from bapipe.records.plan import read_plan
+from bapipe.records.plan import Plan, read_plan
 from bapipe.records.run_record import read_run
 
 HERE = Path(__file__).resolve().parent
@@ -29,11 +28,12 @@ ROWS = [
     "torch bf16 compiled Schedule1F1B ourcut",
     "ours fp32 compiled nccl",
     "torch fp32 eager ScheduleZBVZeroBubble",
+    "torch fp32 eager ScheduleZBVZeroBubble ourcut",
+    "torch fp32 eager ScheduleInterleavedZeroBubble",
     "torch fp32 compiled Schedule1F1B ourcut",
     "ours bf16 compiled auto",
     "torch bf16 compiled Schedule1F1B",
     "torch fp32 compiled Schedule1F1B",
-    "torch fp32 eager ScheduleInterleavedZeroBubble",
     "ours fp32 compiled auto",
     "torch bf16 eager ScheduleZBVZeroBubble",
     "ours bf16 eager nccl",
@@ -73,7 +73,7 @@ class Rows(Work):
         return {
             "schedule": plan.schedule.name,
             "stages": [f"{stage.first_layer}-{stage.last_layer}" for stage in plan.stages],
-            "cuts": ",".join(str(_block(stage.layers[0])) for stage in plan.stages[1:]),
+            "cuts": _cuts(plan),
             "samples_per_second": plan.global_batch / median(seconds[2:]),
             "predicted": plan.global_batch / plan.prediction.time,
             "seconds": seconds,
@@ -101,16 +101,27 @@ class Rows(Work):
         self.run(*words, *(["--cuts", cuts] if cuts else []))
         return {"schedule": schedule, "transport": "nccl", **json.loads(out.read_text())}
 
-    def row(self, name: str, known: dict[str, Any]) -> dict[str, Any]:
+    def row(self, name: str) -> dict[str, Any]:
         engine, precision, how, *rest = name.split()
         if engine == "ours":
             return self.ours(precision, how, rest[0])
-        if rest[0] != rest[-1]:
-            best = known.get(f"ours {precision} compiled nccl", {})
-            if "cuts" not in best or len(best["stages"]) != self.ranks:
-                raise RuntimeError("our plan has no cut that torch's stages can have")
-            return self.torch(precision, how, rest[0], best["cuts"])
-        return self.torch(precision, how, rest[0], None)
+        return self.torch(precision, how, rest[0], self.cuts(precision, rest[0]) if len(rest) > 1 else None)
+
+    def cuts(self, precision: str, schedule: str) -> str:
+        """Where our best plan with as many stages as that schedule has cuts, in blocks."""
+        name, stages = ("zb-v", 2 * self.ranks) if "ZBV" in schedule else ("1f1b-so", self.ranks)
+        plan_file = self.folder / f"cuts-{precision}-{name}.json"
+        words = ["plan", str(self.profile(precision, True)), "--cluster", str(self.cluster("nccl"))]
+        words += ["--global-batch", str(SIZE * COUNT), "--micro-batch", str(SIZE), "--schedule", name]
+        self.bapipe(*words, *(["--stages", str(stages)] if name == "1f1b-so" else []), "--out", str(plan_file))
+        plan = read_plan(plan_file)
+        if len(plan.stages) != stages:
+            raise RuntimeError("our plan has no cut that torch's stages can have")
+        return _cuts(plan)
+
+
+def _cuts(plan: Plan) -> str:
+    return ",".join(str(_block(stage.layers[0])) for stage in plan.stages[1:])
 
 
 def _block(layer: str) -> int:
@@ -123,34 +134,9 @@ def _block(layer: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--budget", type=float, default=3600.0, help="seconds")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--rows", help="only those whose names have this in them")
-    given = parser.parse_args()
+    given = row_options(__doc__).parse_args()
     work = Rows(given.folder, HERE, tiny=given.tiny, budget=given.budget)
-    result = given.folder / "result.json"
-    known: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
-    work.start_slices()
-    try:
-        for name in ROWS:
-            if name in known or (given.rows and given.rows not in name):
-                continue
-            if work.left < LEAST:
-                print(f"{name}: no time left", flush=True)
-                break
-            try:
-                known[name] = work.row(name, known)
-                print(f"{name}: {known[name]['samples_per_second']:.1f} samples/s", flush=True)
-            except (RuntimeError, OSError) as error:
-                print(f"{name}: {error}", flush=True)
-                if "no time left" in str(error):
-                    break
-                known[name] = {"error": str(error)[:300]}
-            result.write_text(json.dumps(known, indent=1) + "\n")
-    finally:
-        work.stop_slices()
+    work.run_rows(ROWS, given.rows, least=LEAST)
 
 
 if __name__ == "__main__":

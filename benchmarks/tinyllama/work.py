@@ -1,29 +1,44 @@
-"""A folder of work on a machine that is cut into slices: commands within a time, and what they said in a log."""
+"""A folder of work on a machine that is cut into slices: rows, each of some commands within a time, and a log."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bapipe.io.files import write_text
 from bapipe.torch.profiler.detect_machine import cluster_text, detect
 from bapipe.torch.profiler.measure_links import measure_links
 
-__all__ = ["ROOT", "Work"]
+__all__ = ["ROOT", "Work", "row_options"]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 
-class Work:
+def row_options(description: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks of rows have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal on two CPU ranks")
+    parser.add_argument("--rows", default="", help="words, separated by commas: rows that have one of them")
+    return parser
+
+
+class Work(ABC):
     """The folder of one machine, with what is known already."""
 
     def __init__(self, folder: Path, here: Path, *, tiny: bool, budget: float) -> None:
         """`here` has the modules that commands name; `tiny`: a rehearsal on two CPU ranks."""
-        self.folder, self.here, self.tiny = folder, here, tiny
+        self.folder, self.here, self.tiny = folder.resolve(), here, tiny  # commands run in `here`
         self.device = "cpu" if tiny else "cuda"
         self.ranks = 2 if tiny else 4
         self.end = time.monotonic() + budget
@@ -81,3 +96,50 @@ class Work:
         if not self.tiny:
             command = [sys.executable, "-m", "bapipe", "slices", "stop"]
             subprocess.run(command, env=self.environment, check=False)
+
+    @abstractmethod
+    def row(self, name: str) -> dict[str, Any]:
+        """What the row of that name finds; RuntimeError or OSError where it fails."""
+
+    def run_rows(
+        self,
+        names: Sequence[str],
+        words: str,
+        *,
+        least: float,
+        after: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Run the rows that are not known yet and have one of the words; a row that fails is a row, too.
+
+        None is begun with less than `least` seconds left. result.json is written, and `after` called with all
+        that is known, after each.
+        """
+        result = self.folder / "result.json"
+        known: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+        self.start_slices()
+        try:
+            for name in names:
+                if name in known or not any(word in name for word in words.split(",")):
+                    continue
+                if self.left < least:
+                    print(f"{name}: no time left", flush=True)
+                    break
+                try:
+                    known[name] = self.row(name)
+                    print(f"{name}: {_short(known[name])}", flush=True)
+                except (RuntimeError, OSError) as error:
+                    print(f"{name}: {error}", flush=True)
+                    if "no time left" in str(error):
+                        break
+                    known[name] = {"error": str(error)[:300]}
+                result.write_text(json.dumps(known, indent=1) + "\n")
+                if after is not None:
+                    after(known)
+        finally:
+            self.stop_slices()
+        return known
+
+
+def _short(row: dict[str, Any]) -> str:
+    rate = row.get("samples_per_second")
+    return json.dumps(row)[:300] if rate is None else f"{rate:.3f} samples/s"

@@ -31,7 +31,9 @@ from bapipe.costs.stage_time import stage_seconds
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.models.layers import ModelRef
 from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
-from bapipe.planner.evaluate import Candidate, Hardware, evaluate, plan_timeline
+from bapipe.planner.candidate import Candidate, Hardware
+from bapipe.planner.evaluate import evaluate
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.planner.race import unraced_evaluations
 from bapipe.planner.scenarios import Scenarios, draw_scenarios, known_errors
 from bapipe.records.plan import Plan

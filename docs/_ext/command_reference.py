@@ -1,7 +1,8 @@
 """The command line as pages: `reference/commands` gets a section per command, made from the commands themselves.
 
-A page that has the line PLACE gets them there, as Markdown: what `--help` says, with every option as a target that
-other pages can lead to. So the page cannot differ from the program.
+A page that has the line TREE gets a list of all commands there, one that has PLACE gets them as Markdown: what
+`--help` says, with every option as a target that other pages can lead to. So the page cannot differ from the
+program.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from sphinx.application import Sphinx
 
 from bapipe.cli import cli
 
-__all__ = ["PLACE", "commands", "reference", "setup"]
+__all__ = ["PLACE", "TREE", "commands", "reference", "setup", "tree"]
 
 PLACE = "<!-- commands -->"
+TREE = "<!-- tree -->"
 
 
 def commands() -> Iterator[tuple[str, click.Command, click.Context]]:
@@ -40,6 +42,13 @@ def _below(group: click.Group, context: click.Context) -> Iterator[tuple[str, cl
 def reference() -> str:
     """All commands as Markdown."""
     return "\n".join(_section(*found) for found in commands())
+
+
+def tree() -> str:
+    """Every command in a line of its own, with what it is for."""
+    found = [(path, command.get_short_help_str(limit=90)) for path, command, _ in commands()]
+    width = max(len(path) for path, _ in found)
+    return "\n".join(["```text", *(f"{path:{width}}  {words}" for path, words in found), "```"])
 
 
 def _section(path: str, command: click.Command, context: click.Context) -> str:
@@ -69,6 +78,8 @@ def _escaped(text: str) -> str:
 
 
 def _fill(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: ARG001
+    if TREE in source[0]:
+        source[0] = source[0].replace(TREE, tree())
     if PLACE in source[0]:
         source[0] = source[0].replace(PLACE, reference())
 

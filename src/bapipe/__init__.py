@@ -71,8 +71,9 @@ if TYPE_CHECKING:
     from bapipe.schedule.generators import make_schedule
     from bapipe.schedule.schedule_file import read_schedule, write_schedule
     from bapipe.schedule.validate import check, require_valid
+    from bapipe.simulator.action_costs import Costs
     from bapipe.simulator.lowering import Network
-    from bapipe.simulator.simulate import Costs, simulate
+    from bapipe.simulator.simulate import simulate
     from bapipe.simulator.summary import Summary, summarise
     from bapipe.simulator.timeline import Timeline
 
@@ -91,7 +92,8 @@ _HOME = {
     "bapipe.schedule.schedule_file": ("read_schedule", "write_schedule"),
     "bapipe.schedule.validate": ("check", "require_valid"),
     "bapipe.simulator.lowering": ("Network",),
-    "bapipe.simulator.simulate": ("Costs", "simulate"),
+    "bapipe.simulator.action_costs": ("Costs",),
+    "bapipe.simulator.simulate": ("simulate",),
     "bapipe.simulator.summary": ("Summary", "summarise"),
     "bapipe.simulator.timeline": ("Timeline",),
 }
@@ -110,6 +112,8 @@ def plan(
     precision: str | None = None,
     split_layers: bool = False,
     dealing: Literal["speed", "equal"] = "speed",
+    zero_stage: Literal["auto", "0", "1"] = "auto",
+    recompute: str = "auto",
     strategy: str = "exact",
 ) -> Plan:
     """Find the fastest way to train a model on a cluster.
@@ -121,7 +125,9 @@ def plan(
     bf16, fp16, bf16-mixed or fp16-mixed, by default the profile's own, or fp32 where costs are computed here. The
     `optimizer`, such as "adamw" or "adamw(fused=true)", is by default the one that the profile was measured with,
     or sgd. With `split_layers` two stages may share a layer. `dealing` "equal" gives all replicas of a stage as
-    many micro-batches, where by default those of several types may take them by their speed.
+    many micro-batches, where by default those of several types may take them by their speed. `recompute` is auto,
+    never, stages, layers, always, or layers by number such as "0-3,7": what may repeat its forward to save memory.
+    `zero_stage` "1" has the replicas of a stage share its optimizer state (ZeRO-1), "0" has not.
 
     Raises `BaPipeError`, with what to do, if nothing fits or an argument is wrong.
     """
@@ -141,6 +147,8 @@ def plan(
         optimizer=optimizer,
         split_layers=split_layers,
         dealing=dealing,
+        zero_stage=zero_stage,
+        recompute=recompute,
     )
     hardware = cluster if isinstance(cluster, Cluster) else read_cluster(str(cluster))
     if isinstance(model, Profile):

@@ -14,7 +14,7 @@ from bapipe.analysis.predicted_measured import Comparison, Pair, compare, compar
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.models.layers import ModelRef
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan, PlanStage, Prediction
 from bapipe.records.run_record import EventRecord, RunRecord, StepRecord
 from bapipe.reporting.terminal.compare_table import comparison_notes, comparison_tables

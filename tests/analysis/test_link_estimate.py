@@ -11,7 +11,7 @@ from bapipe.analysis.predicted_measured import compare
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Accelerator, Cluster, Link
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.schedule.generators import SCHEDULES, with_update
 from bapipe.schedule.schedule_file import ScheduleFile

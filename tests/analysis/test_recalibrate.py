@@ -20,11 +20,13 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Accelerator, Cluster, Link
 from bapipe.io.files import content_hash
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate, plan_timeline
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.evaluate import Evaluation, evaluate
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import LayerPart, Plan
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.generators import capped, interleaved, make_schedule
-from bapipe.simulator.simulate import Costs
+from bapipe.simulator.action_costs import Costs
 from made_profiles import made_cluster, made_profile
 from made_runs import made_run, simulated
 

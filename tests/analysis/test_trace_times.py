@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,41 @@ def test_what_a_trace_lacks_is_said(tmp_path: Path) -> None:
     bare = replace(profile(), layers=tuple(replace(layer, modules=()) for layer in profile().layers))
     with pytest.raises(BaPipeError, match="does not say which modules its layers are; profile it again"):
         profile_of_trace(bare, path, accelerator="gpu", microbatch=2)
+
+
+@pytest.mark.parametrize(
+    ("category", "change", "message"),
+    [
+        (
+            "user_annotation",
+            {"dur": -1.0},
+            "'a' begins at 0.0 and lasts -1.0 microseconds, which no profiler writes",
+        ),
+        ("user_annotation", {"ts": 10**40}, "'a' begins at 1000000"),
+        ("user_annotation", {"dur": 1e300}, "lasts 1e+300 microseconds"),
+        ("cpu_op", {"args": {"Sequence number": [1]}}, None),
+        ("cuda_runtime", {"args": {"correlation": {}}}, None),
+        ("kernel", {"args": {"correlation": [1]}}, None),
+    ],
+)
+def test_a_trace_with_strange_events_is_refused_or_does_without_them(
+    tmp_path: Path, category: str, change: dict[str, Any], message: str | None
+) -> None:
+    events = [*host_events(), event("cuda_runtime", "launch", 1, 1, correlation=1), event("kernel", "k", 5, 1)]
+    events = [{**one, **change} if one["cat"] == category else one for one in events]
+    path = written(tmp_path / "t.json", events)
+    if message is None:
+        assert read_trace_times(path, ["a", "b", "b.0"]).calls == 2
+        return
+    with pytest.raises(BaPipeError, match=re.escape(message)):
+        read_trace_times(path, ["a", "b", "b.0"])
+
+
+def test_a_module_takes_no_time_less_than_none(tmp_path: Path) -> None:
+    """Where one inside of it is said to end after it."""
+    events = [event("user_annotation", "b", 0, 10), event("user_annotation", "b.0", 2, 30)]
+    found = read_trace_times(written(tmp_path / "t.json", events), ["b", "b.0"])
+    assert found.forward == pytest.approx({"b": 2e-6, "b.0": 30e-6})
 
 
 def test_a_trace_of_pytorchs_profiler_is_read(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from bapipe.analysis.recalibrate import predict_again
 from bapipe.costs.profile import read_profile, write_profile
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan, write_plan
 from bapipe.records.run_record import write_run
 from command import bapipe, refused

@@ -79,7 +79,7 @@ def test_compare_shows_every_strategy() -> None:
     done = bapipe("plan", "vgg16", "--cluster", "2xv100", "--compare", "--json")
     rows = json.loads(done.stdout)["strategies"]
     assert [row["strategy"] for row in rows] == [
-        "exact", "bapipe", "uniform", "parameters", "time", "pipedream", "gpipe", "dp",
+        "exact", "bapipe", "uniform", "parameters", "time", "pipedream", "gpipe", "dp", "ddp", "fsdp",
     ]  # fmt: skip
     best = min(row["time"] for row in rows)
     assert rows[0]["time"] == pytest.approx(best)

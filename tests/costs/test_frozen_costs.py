@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bapipe.costs.held_weights import stage_gradients, stage_weights
 from bapipe.costs.profile import Profile, read_profile, write_profile
 from bapipe.costs.segments import Chain, make_chain
-from bapipe.costs.stage_memory import UnitBytes, every_stage_bytes, stage_bytes, stage_gradients, stage_weights
+from bapipe.costs.stage_memory import UnitBytes, every_stage_bytes, stage_bytes
 from bapipe.costs.stage_time import stage_seconds
 from bapipe.errors import BaPipeError
 from made_profiles import frozen, made_profile

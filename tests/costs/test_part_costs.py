@@ -18,11 +18,13 @@ from bapipe.hardware.cluster import Cluster
 from bapipe.io.files import content_hash, plain_values
 from bapipe.models.layers import Split
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, evaluate, plan_timeline
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.intra_layer_cuts import refined
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.schedule.generators import SCHEDULES
-from bapipe.simulator.simulate import Costs
+from bapipe.simulator.action_costs import Costs
 from made_profiles import made_cluster, made_profile
 from made_runs import made_run, simulated
 
@@ -119,7 +121,10 @@ def test_tied_weights_are_counted_where_they_stand_first() -> None:
     profile = divided_profile()
     tied = replace(profile.layers[1], shares_weights_with="layer0")
     profile = replace(profile, layers=(profile.layers[0], tied, profile.layers[2]))
-    assert stage_bytes(make_chain(profile, ["x"], 1, split={1: 4}), 2, 5).weights == 8.0
+    chain = make_chain(profile, ["x"], 1, split={1: 4})
+    assert stage_bytes(chain, 0, 5).weights == 8.0 + 8.0
+    # Without that layer the stage holds a copy: three quarters of 40 bytes.
+    assert stage_bytes(chain, 2, 5).weights == 30.0 + 8.0
 
 
 def planned(profile: Profile) -> Plan:

@@ -13,7 +13,8 @@ from bapipe.costs.stage_memory import StageBytes
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.generators import capped, gpipe, interleaved, pipedream, with_recompute, with_update
 from bapipe.schedule.zero_bubble import zb_h1
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline
 
 SCHEDULES = [

@@ -48,6 +48,8 @@ class AdvancedCase:
     recompute: tuple[int, ...] = ()
     short: bool = False
     """whether the last micro-batch is"""
+    engine: str = "bapipe"
+    """what runs the stages"""
 
     @property
     def stages(self) -> int:
@@ -59,6 +61,7 @@ class AdvancedCase:
         parts = [self.model, self.schedule, f"M{self.microbatches}", cuts]
         parts += [f"r{'-'.join(map(str, self.replicas))}"] if self.replicas else []
         parts += [f"again{'.'.join(map(str, self.recompute))}"] if self.recompute else []
+        parts += [self.engine] if self.engine != "bapipe" else []
         return "-".join([*parts, *(["short"] if self.short else [])])
 
     @property
@@ -208,7 +211,16 @@ SIDE_BY_SIDE = (
         model="words-sum", schedule="zb-h2", microbatches=6, cuts=(("one_way", 2),), replicas=(2, 2), short=True
     ),
 )
-QUICK = (*HYBRID, *ZERO_BUBBLE, *INTERLEAVED, *SPLIT, *SPLIT_AND, *SIDE_BY_SIDE)
+TORCH = (
+    AdvancedCase(
+        model="pictures", schedule="1f1b-so", microbatches=4, cuts=(("first", 2), ("second", 5)), engine="torch"
+    ),
+    AdvancedCase(
+        model="words", schedule="zb-h1", microbatches=4, cuts=(("between", 4), ("one_way", 1)), engine="torch"
+    ),
+)
+"""split layers by torch's engine"""
+QUICK = (*TORCH, *HYBRID, *ZERO_BUBBLE, *INTERLEAVED, *SPLIT, *SPLIT_AND, *SIDE_BY_SIDE)
 
 _CUTS: dict[str, tuple[tuple[Cut, ...], ...]] = {
     "pictures": (

@@ -63,7 +63,7 @@ def _alone(
 def _run_case(case: AdvancedCase, captured: Captured) -> dict[str, Any]:
     own = replace(captured, module=copy.deepcopy(captured.module))
     plan = make_advanced_plan(case, own)
-    pipe = Pipeline(own, plan, SPLIT_MODELS[case.model].loss)
+    pipe = Pipeline(own, plan, SPLIT_MODELS[case.model].loss, engine=case.engine)
     graphs = {stage: Living() for stage in pipe.stages}
     for stage, runner in pipe.engine.runners.items():
         for module in runner._modules.values():

@@ -19,7 +19,7 @@ __all__ = ["COMMAND", "ENVIRONMENT", "PROFILE", "ROOT", "descendants", "ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT / "examples" / "tiny-profile.json"
-COMMAND = (sys.executable, "-c", "from bapipe.cli import main; main()", "run")
+COMMAND = (sys.executable, "-m", "bapipe", "run")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
 LAYERS = {1: 6, 2: 6, 3: 8}
 """by stages: of the model, which for three is that of the profile"""

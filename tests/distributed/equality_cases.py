@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from equality_models import SUBJECTS
 from equality_plans import Case, Pair, Row, all_pairs, falling_caps
 
 __all__ = [
+    "CHECKPOINTED",
     "DIGITS",
     "FACTORS",
     "LONG",
@@ -15,6 +17,7 @@ __all__ = [
     "OTHERS",
     "PAIRS",
     "ROWS",
+    "TORCH",
     "UPDATED",
     "full_product",
 ]
@@ -122,6 +125,8 @@ INTERLEAVED = (
     Case(model="gpt2", schedule="interleaved", stages=2, microbatches=5, recompute=(1, 2)),
     Case(model="unet", schedule="interleaved", stages=2, microbatches=4, short=True, data="needed"),
     Case(model="whole", schedule="interleaved", stages=2, microbatches=2, cut="late"),
+    Case(model="gpt2", schedule="interleaved", stages=2, microbatches=5, virtual=(2, 1), evaluate=True),
+    Case(model="vgg", schedule="interleaved", stages=3, microbatches=4, virtual=(3, 2, 1), short=True),
 )
 ZERO_BUBBLE = (
     Case(model="vgg", numbers="dropout", schedule="zb-h1", stages=3, microbatches=5),
@@ -141,6 +146,21 @@ V_SHAPED = (
     Case(model="whole", schedule="dualpipe-v", stages=2, microbatches=5),
 )
 """two stages a rank, of which one hands to the other at the turn"""
+CHECKPOINTED = (
+    Case(model="gpt2", numbers="dropout", schedule="1f1b-so", stages=2, microbatches=5, layers="all", short=True),
+    Case(model="resnet", schedule="1f1b", stages=2, microbatches=5, caps=(3, 2), layers="odd", evaluate=True),
+    Case(model="vgg", numbers="dropout", schedule="gpipe", stages=3, microbatches=2, layers="pairs"),
+    Case(model="llama", schedule="data-parallel", stages=2, microbatches=2, layers="all"),
+    Case(model="gpt2", schedule="1f1b-sno", stages=2, microbatches=4, replicas=(2, 1), layers="odd"),
+    Case(model="unet", schedule="interleaved", stages=2, microbatches=4, layers="pairs", data="needed"),
+    Case(model="gpt2", numbers="dropout", schedule="zb-h1", stages=3, microbatches=5, layers="all"),
+    Case(model="gnmt", schedule="zb-h2", stages=3, microbatches=5, layers="odd", short=True),
+    Case(model="resnet", schedule="zb-h1", stages=2, microbatches=5, layers="pairs"),
+    Case(model="unet", schedule="zb-v", stages=2, microbatches=5, layers="odd"),
+    Case(model="whole", schedule="zb-h1", stages=2, microbatches=3, layers="all"),
+    Case(model="gpt2", schedule="1f1b-so", stages=3, microbatches=5, training="adamw", steps=3, layers="pairs"),
+)
+"""layers that recompute, under every kind of schedule"""
 WHOLE = (
     Case(model="whole", numbers="dropout", schedule="1f1b-so", stages=3, microbatches=5, recompute=(1,)),
     Case(model="whole", schedule="data-parallel", stages=2, microbatches=2),
@@ -169,12 +189,36 @@ LONG = tuple(
     for microbatches in (10, 30)
 )
 """the same caps over few and many micro-batches"""
+TORCH = tuple(
+    replace(case, engine="torch")
+    for case in (
+        Case(model="vgg", numbers="dropout", schedule="gpipe", stages=2, microbatches=2, evaluate=True),
+        Case(model="resnet", schedule="1f1b-sno", stages=3, microbatches=5, evaluate=True),
+        Case(model="gnmt", schedule="1f1b-so", stages=4, microbatches=8),
+        Case(model="gpt2", schedule="1f1b", stages=3, microbatches=5, caps=(4, 2, 1), data="needed"),
+        Case(model="unet", schedule="1f1b-so", stages=3, microbatches=5, data="needed", evaluate=True),
+        Case(model="gpt2", schedule="1f1b-sno", stages=3, microbatches=5, training="adamw", steps=3),
+        Case(model="llama", schedule="gpipe", stages=1, microbatches=2),
+        Case(model="gpt2", schedule="interleaved", stages=2, microbatches=5, evaluate=True),
+        Case(model="vgg", numbers="dropout", schedule="zb-h1", stages=3, microbatches=5),
+        Case(model="gnmt", schedule="zb-h1", stages=4, microbatches=8),
+        Case(model="gpt2", schedule="zb-h2", stages=3, microbatches=8),
+        Case(model="unet", schedule="zb-h1", stages=3, microbatches=8, evaluate=True),
+        Case(model="whole", schedule="zb-h1", stages=3, microbatches=5),
+        Case(model="unet", schedule="zb-v", stages=2, microbatches=8, data="needed"),
+        Case(model="gpt2", schedule="v-half", stages=3, microbatches=5),
+        Case(model="llama", schedule="v-min", stages=2, microbatches=2, evaluate=True),
+        Case(model="resnet", schedule="dualpipe-v", stages=2, microbatches=5, evaluate=True),
+    )
+)
+"""by torch's engine: every schedule that it runs"""
 OTHERS = (
     *HYBRIDS,
     *DEALT,
     *INTERLEAVED,
     *ZERO_BUBBLE,
     *V_SHAPED,
+    *CHECKPOINTED,
     *WHOLE,
     *DRIFTING,
     *EVALUATED,

@@ -13,7 +13,7 @@ from run_plans import CPU
 
 from bapipe.hardware.cluster import Accelerator, Cluster, Link
 from bapipe.models.layers import ModelRef
-from bapipe.records.plan import Plan, PlanStage, Prediction
+from bapipe.records.plan import LayerRun, Plan, PlanStage, Prediction
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import capped, data_parallel, make_schedule, with_recompute, with_update
 from bapipe.schedule.schedule_file import ScheduleFile
@@ -40,8 +40,12 @@ class Case:
     replicas: tuple[int, ...] | None = None
     dealing: tuple[tuple[int, ...], ...] | None = None
     """for each stage, which of its replicas take which micro-batches"""
+    virtual: tuple[int, ...] | None = None
+    """where the schedule interleaves, the stages of each rank; None: two"""
     recompute: tuple[int, ...] = ()
     """stages"""
+    layers: str = ""
+    """of every stage, the layers that recompute: each of all, each odd one, or all in pairs; empty: none"""
     cut: str = "even"
     """even, early (one layer on each of the first stages), late, or scattered by chance"""
     short: bool = False
@@ -55,6 +59,8 @@ class Case:
     steps: int = 2
     evaluate: bool = False
     """after every step, on its global batch"""
+    engine: str = "bapipe"
+    """what runs the stages"""
 
     @property
     def name(self) -> str:
@@ -63,11 +69,14 @@ class Case:
         parts += [f"K{'.'.join(map(str, self.caps))}"] if self.caps else []
         parts += [f"r{'.'.join(map(str, self.replicas))}"] if self.replicas else []
         parts += [f"d{'.'.join(''.join(map(str, own)) for own in self.dealing)}"] if self.dealing else []
+        parts += [f"v{'.'.join(map(str, self.virtual))}"] if self.virtual else []
         parts += [f"again{'.'.join(map(str, self.recompute))}"] if self.recompute else []
+        parts += [f"layers.{self.layers}"] if self.layers else []
         parts += ["short"] if self.short else []
         parts += [self.data] if self.data != "everywhere" else []
         parts += [self.training] if self.training != "accumulate" else []
         parts += ["evaluate"] if self.evaluate else []
+        parts += [self.engine] if self.engine != "bapipe" else []
         return "-".join(parts)
 
     @property
@@ -120,7 +129,12 @@ def make_schedule_of(case: Case) -> Schedule:
     else:
         schedule = with_update(
             make_schedule(
-                case.schedule, case.stages, case.microbatches, replicas=case.replicas, dealing=case.dealing
+                case.schedule,
+                case.stages,
+                case.microbatches,
+                replicas=case.replicas,
+                dealing=case.dealing,
+                virtual=case.virtual or 2,
             )
         )
     return with_recompute(schedule, case.recompute) if case.recompute else schedule
@@ -138,6 +152,15 @@ def _firsts(case: Case, layers: int, stages: int) -> list[int]:
     return [0, *sorted(chance.sample(range(1, layers), stages - 1))]
 
 
+def _layer_runs(case: Case, first: int, after: int) -> tuple[LayerRun, ...]:
+    """Of the stage of layers `first` to before `after`."""
+    step = 2 if case.layers == "pairs" else 1
+    chosen = {"": (), "all": range(first, after), "odd": range(first | 1, after, 2)}.get(
+        case.layers, range(first, after, step)
+    )
+    return tuple(LayerRun(first=layer, last=min(layer + step, after) - 1) for layer in chosen)
+
+
 def make_plan(case: Case, layers: Sequence[str], *, fingerprint: str | None = None) -> Plan:
     """The plan of a case for a model of these layers, on CPU ranks of one host; nothing is predicted."""
     schedule = make_schedule_of(case)
@@ -152,6 +175,7 @@ def make_plan(case: Case, layers: Sequence[str], *, fingerprint: str | None = No
                 last_layer=after - 1,
                 layers=tuple(layers[first:after]),
                 recompute=index in case.recompute,
+                recompute_layers=_layer_runs(case, first, after),
                 forward=1.0,
                 backward=2.0,
                 weight_gradient=1.0,

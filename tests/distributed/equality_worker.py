@@ -9,6 +9,7 @@ leaves its error and does not stop the others.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -87,7 +88,7 @@ def run_case(case: Case, captured: Captured, alone: Alone) -> dict[str, Any]:
     """Train, compare, and count; collective over the case's ranks."""
     own = dataclasses.replace(captured, module=copy.deepcopy(captured.module))
     plan = make_plan(case, [layer.name for layer in own.layers], fingerprint=own.fingerprint)
-    pipe = Pipeline(own, plan, SUBJECTS[case.model].loss)
+    pipe = Pipeline(own, plan, SUBJECTS[case.model].loss, engine=case.engine)
     needs_data = any(_roots(own, plan, stage) for stage in pipe.stages)
     is_last = len(plan.stages) - 1 in pipe.stages
     graphs = {stage: Living() for stage in pipe.stages}
@@ -100,7 +101,8 @@ def run_case(case: Case, captured: Captured, alone: Alone) -> dict[str, Any]:
     gradients: list[Tensor] = []
     gc.collect()
     gc.disable()  # what a step leaves behind must go without it
-    with boundary_tensors(received, sent):
+    # torch's engine checks that what it sends with is torch's own
+    with boundary_tensors(received, sent) if case.engine == "bapipe" else contextlib.nullcontext():
         tensors.append(count_tensors())
         for step in range(case.steps):
             inputs, targets = make_batch(case.model, case.numbers, step, sum(case.sizes))
@@ -115,7 +117,11 @@ def run_case(case: Case, captured: Captured, alone: Alone) -> dict[str, Any]:
             left.append(sum(item.now for item in (*graphs.values(), received, sent)))
             if optimizer is None:
                 gradients = [item.grad for item in pipe.parameters() if item.grad is not None]
-                tensors.append(count_tensors(tensors[0] + len(gradients)) - len(gradients))
+                # Summed gradients are parts of one tensor for each bucket, which lives as long as they do.
+                buckets = {id(item._base): item._base for item in gradients if item._base is not None}
+                held = len(gradients) + len(buckets)
+                if case.engine == "bapipe":  # torch's engine keeps buffers from step to step
+                    tensors.append(count_tensors(tensors[0] + held) - held)
                 differences.append(_compare(case, pipe, plan, alone, step, losses[-1]))
             else:
                 optimizer.step()

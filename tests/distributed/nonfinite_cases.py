@@ -24,6 +24,7 @@ _BY_NAME = {
     "scaled loss": _case("2.scale", scaler=True, told=(3, "output", 1, 1, "2")),
     "pipedream": _case("2.scale", told=(1, "gradient", 1, 1, "3")),
     "log": _case("2.scale", logs=True, told=(1, "output", 1, 1, "2")),
+    "diverging": _case("far targets", told=None),
 }
 NAMES, CASES = list(_BY_NAME), list(_BY_NAME.values())
 """what is reported: step, what, rank, stage and the layer's module; None: nothing is"""

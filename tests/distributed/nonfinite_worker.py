@@ -22,6 +22,7 @@ from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import make_schedule
 from bapipe.torch.capturing import Captured, capture
+from bapipe.torch.health.divergence import EVERY, Diverging
 from bapipe.torch.pipedream.async_pipeline import PipeDream
 from bapipe.torch.runtime.nonfinite import NonFinite
 from bapipe.torch.runtime.pipeline import Pipeline
@@ -51,7 +52,8 @@ def main(folder: Path) -> int:
 
 
 def run_case(captured: Captured, index: int) -> dict[str, Any]:
-    return (run_pipedream if NAMES[index] == "pipedream" else run)(captured, CASES[index])
+    special = {"pipedream": run_pipedream, "diverging": run_diverging}
+    return special.get(NAMES[index], run)(captured, CASES[index])
 
 
 class Lines(logging.Handler):
@@ -87,6 +89,22 @@ def run_pipedream(captured: Captured, case: dict[str, Any]) -> dict[str, Any]:
         ]
         pipe.train(batches, torch.optim.SGD(pipe.parameters(), lr=0.01), steps=STEPS, on_update=update)
     return {"found": [dataclasses.asdict(item) for item in found], "lines": [item.line for item in found]}
+
+
+def run_diverging(captured: Captured, _: dict[str, Any]) -> dict[str, Any]:
+    """From one step on targets are so far off that the gradients of the last stage become large; all is finite."""
+    own = dataclasses.replace(captured, module=copy.deepcopy(captured.module))
+    found: list[Diverging] = []
+    bad: list[NonFinite] = []
+    plan = plan_of(own, make_schedule("1f1b-so", 2, 2))
+    with Pipeline(own, plan, loss, seed=None, on_nonfinite=bad.append, on_divergence=found.append) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-9)
+        for step in range(5 * EVERY):
+            targets = torch.zeros(2 * SIZE, WIDTH) - (1e5 if step > 4 * EVERY else 0.0)
+            pipe.step(torch.rand(2 * SIZE, WIDTH, generator=torch.Generator().manual_seed(step)), targets)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"found": [dataclasses.asdict(item) for item in found], "lines": [item.line for item in (*bad, *found)]}
 
 
 def plan_of(captured: Captured, schedule: Schedule) -> Plan:

@@ -30,6 +30,7 @@ from equality_cases import (  # noqa: E402
     OTHERS,
     PAIRS,
     ROWS,
+    TORCH,
     UPDATED,
     full_product,
 )
@@ -118,7 +119,9 @@ def _once(factory: pytest.TempPathFactory, name: str, work: Callable[[Path], Res
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return _once(tmp_path_factory, "equality", lambda folder: _train((*PAIRS, *OTHERS), folder, seconds=1500))
+    return _once(
+        tmp_path_factory, "equality", lambda folder: _train((*PAIRS, *OTHERS, *TORCH), folder, seconds=1500)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -197,6 +200,14 @@ def test_replicas_interleaving_whole_modules_and_updates(trained: Results, case:
     _check(case, trained[case.name])
 
 
+@pytest.mark.parametrize("case", _parameters(TORCH))
+def test_torchs_engine_trains_as_one_process(trained: Results, case: Case) -> None:
+    for rank, found in enumerate(trained[case.name]):
+        assert "error" not in found, f"rank {rank}: {found.get('error')}"
+        assert found["left"] == [0] * case.steps, "graphs outlive the step"
+    _check_numbers(case, trained[case.name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", _parameters(FULL))
 def test_all_choices(trained_in_full: Results, case: Case) -> None:
@@ -224,7 +235,7 @@ def test_some_ranks_need_no_data(trained: Results) -> None:
     assert len(given_none) > 3
 
 
-@pytest.mark.parametrize("case", _parameters(UPDATED))
+@pytest.mark.parametrize("case", _parameters((*UPDATED, *(case for case in TORCH if case.training == "adamw"))))
 def test_weights_after_updates(trained: Results, case: Case) -> None:
     for found in trained[case.name]:
         difference, what = found["weights"]
@@ -235,7 +246,7 @@ def test_weights_after_updates(trained: Results, case: Case) -> None:
             assert math.isclose(loss, expected, rel_tol=1e-12)
 
 
-@pytest.mark.parametrize("case", _parameters([case for case in OTHERS if case.evaluate]))
+@pytest.mark.parametrize("case", _parameters([case for case in (*OTHERS, *TORCH) if case.evaluate]))
 def test_evaluation_between_steps(trained: Results, case: Case) -> None:
     for found in trained[case.name]:
         assert len(found["evaluated"]) == case.steps

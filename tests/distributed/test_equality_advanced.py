@@ -19,7 +19,8 @@ from forked_ranks import read_results, start
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Kind
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline, Transfers
 from bapipe.torch.capturing import capture
 from bapipe.torch.runtime.plan_checks import check_plan

@@ -193,7 +193,8 @@ def test_a_killed_rank_ends_a_users_own_script_on_every_rank(tmp_path: Path, tor
     assert process.returncode == 1
     assert len(lines) == 2, error
     assert len(set(lines)) == 1
-    located = rf"rank 1 on {HOST}, stage 1, (action 1[FB]\d of step|summing the loss, step|after step) \d+"
+    places = r"(action 1[FB]\d of|summing the loss,|hearing of the batch,|after) step \d+"
+    located = rf"rank 1 on {HOST}, stage 1, {places}"
     assert re.match(rf"bapipe: {located}: has ended or cannot be reached; rank [02] noticed at ", lines[0])
     assert "[rank" not in error, "another rank's failure needs no traceback"
 
@@ -212,10 +213,10 @@ def test_a_stopped_rank_is_found_though_all_wait_for_each_other(tmp_path: Path, 
 
 
 def test_a_global_batch_other_than_planned_is_refused_by_every_rank(torchrun: Any) -> None:
-    process = torchrun("--samples", "31", ranks=2)
+    process = torchrun("--samples", "33", ranks=2)
     _, error = _lines(process)
     assert process.returncode == 1
-    said = "input 0 has 31 samples, the plan is for a global batch of 32; give so many"
+    said = "the batch has 33 samples, the plan is for a global batch of 32; give 1 to 32"
     assert all(f"[rank{rank}]: bapipe.errors.BaPipeError: {said}" in error for rank in range(2)), error
 
 
@@ -274,8 +275,11 @@ def test_what_is_not_planned_is_refused_before_anything_runs(monkeypatch: pytest
     pipe, batches = _pipeline(plan, monkeypatch)
     inputs, targets = batches(0)
     for wrong, message in (
-        ((inputs[:-1], targets), r"input 0 has 31 samples, the plan is for a global batch of 32; give so many"),
-        ((inputs, targets[:-1]), r"the target has 31 samples, the plan is for a global batch of 32; give so many"),
+        (
+            (torch.cat([inputs, inputs[:1]]), targets),
+            r"has 33 samples, the plan is for a global batch of 32; give 1",
+        ),
+        ((inputs, targets[:-1]), r"the target has 31 samples, the inputs have 32; give as many of both"),
         ((inputs.float(), targets), r"input 0 is float32, the model was captured with float64; convert it"),
         ((inputs[:, 1:], targets), r"input 0 has shape \(32, 63\), the model was captured for \(32, 64\); give"),
         ((None, targets), r"rank 0 needs the inputs, got None; give every rank the global batch"),

@@ -82,13 +82,8 @@ def _held(captured: Captured, plan: Plan, stage: int) -> tuple[int, int, int, in
     own = own_stages(
         captured, plan, plan.schedule.to_schedule(), rank=stage, sizes=(1,), device=torch.device("cpu")
     ).stages[stage][1]
-    elsewhere = {
-        name
-        for layer in captured.layers[: plan.stages[stage].first_layer]
-        for name in layer.parameters  # tied weights count where they stand first
-    }
     used = {name for layer in captured.layers for name in layer.buffers}
-    parameters = {name: item for name, item in own.named_parameters() if name not in elsewhere}
+    parameters = dict(own.named_parameters())
     buffers = sum(item.nbytes for name, item in own.named_buffers() if name in used)
     weights = buffers + sum(item.nbytes for item in parameters.values())
     trained = sum(item.nbytes for item in parameters.values() if item.requires_grad)

@@ -23,7 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return dict(zip(NAMES, read_results(folder, [2] * len(CASES)), strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("log", "pipedream")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("log", "pipedream", "diverging")])
 def test_what_is_not_finite_is_told_once_on_every_rank(results: dict[str, list[Any]], name: str) -> None:
     first, second = results[name]
     assert first.get("error") is None, first["error"]
@@ -69,3 +69,18 @@ def test_by_default_rank_0_logs_one_line(results: dict[str, list[Any]]) -> None:
     [line] = first["lines"]
     assert line.startswith("step 1: the loss is ")
     assert second["lines"] == []
+
+
+def test_gradients_that_become_large_are_told_with_their_layer(
+    results: dict[str, list[Any]],
+) -> None:
+    first, second = results["diverging"]
+    assert first.get("error") is None, first["error"]
+    assert first == second
+    [found] = first["found"]
+    assert (found["step"], found["rank"], found["stage"]) == (39, 1, 1)
+    assert found["norm"] > 1000 * found["usual"] > 0
+    assert found["layer"].split(".")[0] == "3"
+    assert 0.1 < found["share"] <= 1
+    [line] = first["lines"]
+    assert line.startswith("step 39: the gradients diverge: their norm is ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -38,8 +39,9 @@ def _ports(processes: list[int]) -> dict[int, str]:
     sockets = set()
     for process in processes:
         for entry in Path(f"/proc/{process}/fd").iterdir():
-            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
-            sockets |= {found[1]} if found else set()
+            with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
+                found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
+                sockets |= {found[1]} if found else set()
     listening = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

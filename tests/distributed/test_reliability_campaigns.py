@@ -65,18 +65,19 @@ RESUMED = Command(code=0, losses=[(step, LOSSES[step]) for step in range(2, STEP
 )
 def test_what_does_not_hold_is_said(first: Command, second: Command, problem: str | None) -> None:
     fault = Fault(schedule="gpipe", transport="gloo", how="kill", place="F", ranks=(1,))
-    found = judged_problems(fault, first, second, LOSSES, fired=[0.0], unfinished=[])
+    found = list(judged_problems(fault, first, second, LOSSES, fired=[0.0], unfinished=[]))
     assert found == [] if problem is None else any(text.startswith(problem) for text in found)
 
 
 def test_a_soak_in_which_something_grows_is_not_flat() -> None:
     flat = [{"step": step, "resident": 10**8, "descriptors": 20, "threads": 9} for step in range(100)]
-    ranks = [{"rank": 0, "samples": flat, "losses": [1.0, 0.5], "alone": [1.0, 0.5]}]
+    ranks = [{"rank": 0, "parts": [flat], "losses": [1.0, 0.5], "alone": [1.0, 0.5]}]
     assert judged(ranks)[1] == []
+    assert judged([{**ranks[0], "parts": [flat[:5]]}])[1] == ["rank 0: no call is long enough to be judged"]
     grown = [
         {**row, "resident": 10**8 + 10**5 * row["step"], "descriptors": 20 + row["step"] // 10} for row in flat
     ]
-    assert judged([{**ranks[0], "samples": grown}])[1] == [
+    assert judged([{**ranks[0], "parts": [flat, grown]}])[1] == [
         "rank 0: resident grew by 6e+06",
         "rank 0: descriptors grew by 6",
     ]
@@ -97,7 +98,18 @@ def test_a_fault_of_the_matrix_for_real(tmp_path: Path, only: str) -> None:
 
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
-    arguments = [str(FOLDER / "soak.py"), "--steps", "300", "--out", str(tmp_path / "result.json")]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["losses_equal_to_the_bit"] == 300
+    """In two calls: the second goes on where the first was ended."""
+    arguments = [str(FOLDER / "soak.py"), "--steps", "300", "--work", str(tmp_path / "work")]
+    arguments += ["--out", str(tmp_path / "result.json")]
+    for seconds in ("0", "600"):
+        done = subprocess.run(
+            [sys.executable, *arguments, "--seconds", seconds],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / "result.json").exists() == (seconds != "0")
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert (result["losses_equal_to_the_bit"], result["calls"]) == (300, 2)

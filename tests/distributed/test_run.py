@@ -56,6 +56,7 @@ def _bapipe(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_run_is_checked_recorded_and_told_as_json(tmp_path: Path) -> None:
     plan = small_plan("1f1b-so", microbatches=3)
     write_plan(plan, tmp_path / "plan.json")

@@ -21,6 +21,8 @@ from paths import REPOSITORY
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 MODEL = '''
 import torch
 from torch import nn

@@ -22,7 +22,7 @@ from bapipe.fpga.outcome import dimension
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.models.builtin import builtin_model
 from bapipe.planner import Request
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import read_plan, write_plan
 from fpga_cases import board_type, chain_of, cluster_of, conv_model
 

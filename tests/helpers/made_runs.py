@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bapipe.io.files import content_hash
-from bapipe.planner.evaluate import network_of
+from bapipe.planner.plan_network import network_of
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import EventRecord, RunEnvironment, RunRecord, StepRecord, TransferRecord
 from bapipe.schedule.actions import Action, Kind
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from bapipe.schedule.generators import make_schedule
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline, Transfers
 
 

@@ -9,20 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from bapipe.costs.profile import Profile
+from bapipe.costs.profile import Profile, read_profile
 from bapipe.costs.resolve_model import load_profile
 from bapipe.hardware.cluster_file import read_cluster, with_link_bandwidth
 from bapipe.planner import Request, explore, make_plan
 from bapipe.records.plan import Plan
-from bapipe.reporting.html.document import make_subject, page_script, page_style
+from bapipe.reporting.html.document import make_subject, page_script, page_style, pictures
 from bapipe.reporting.html.sections import sections_html
 from paths import REPOSITORY
 
-__all__ = ["IMAGES", "RECORD", "picture_plan", "picture_sources", "record"]
+sys.path.insert(0, str(REPOSITORY / "docs" / "_ext"))
+
+import gallery
+
+__all__ = ["IMAGES", "RECORD", "drawn_pictures", "picture_plan", "picture_sources", "record"]
 
 IMAGES = REPOSITORY / "docs" / "images"
 RECORD = IMAGES / "sources.json"
@@ -51,13 +56,26 @@ def picture_sources() -> dict[str, str]:
     report = [page, page_style(), page_script()]
     return {
         "digits-pipedream.svg": _hash(map(_text, _TRAINED)),
+        **{name: _hash([text]) for name, text in drawn_pictures().items()},
         "report.png": _hash(report),
         "serve.png": _hash([*report, *map(_text, _SERVED)]),
     }
 
 
+@cache
+def drawn_pictures() -> dict[str, str]:
+    """picture -> the picture itself, of those that a command draws from what is in the repository."""
+    profile = read_profile(REPOSITORY / "examples" / "gpt2-profile.json")
+    plan = make_plan(explore(profile, read_cluster("2xcpu"), Request(global_batch=16, stages=2)))
+    drawn = pictures(make_subject(plan, profile=profile))
+    tutorial = {f"tutorial-{name}.svg": drawn[f"{name}.svg"] for name in ("timeline", "balance", "memory")}
+    return {**{f"gallery-{name}.svg": gallery.picture(name) for name in gallery.SHOWN}, **tutorial}
+
+
 def record() -> None:
-    """Write down what the pictures that were just taken show."""
+    """Draw what can be drawn at once, and write down what all pictures show."""
+    for name, text in drawn_pictures().items():
+        (IMAGES / name).write_text(text, encoding="utf-8")
     RECORD.write_text(json.dumps(picture_sources(), indent=1) + "\n", encoding="utf-8")
 
 

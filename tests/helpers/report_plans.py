@@ -11,7 +11,7 @@ from bapipe.costs.resolve_model import load_profile
 from bapipe.hardware.cluster_file import read_cluster, with_link_bandwidth
 from bapipe.io.files import content_hash
 from bapipe.planner import Exploration, Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import EventRecord, RunEnvironment, RunRecord, StepRecord, TransferRecord
 from bapipe.schedule.actions import Action, Kind

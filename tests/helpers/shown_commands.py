@@ -26,6 +26,7 @@ PAGES = sorted(
 )
 _STAND_INS = (
     (r"^bapipe profile (?:vgg16|gnmt-8)\b", "bapipe profile examples.tiny_model:build --iterations 1"),
+    (r" --arg vocab_size=4096 --arg sequence=64", ""),
     (
         r"hf:gpt2 --arg n_layer=4",
         "hf:gpt2 --arg n_layer=2 --arg n_embd=32 --arg n_head=2 --arg vocab_size=64 --iterations 1",

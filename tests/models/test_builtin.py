@@ -204,7 +204,7 @@ def test_options() -> None:
         ("vgg16", {"image": -1}, r"image must be a whole number"),
         ("resnet50", {"granularity": "convs"}, r"one of block, conv, got 'convs' \(did you mean 'conv'\?\)"),
         ("resnet50", {"granularity": 3}, r"granularity must be a text"),
-        ("gpt2", {"width": 3}, r"gpt2 has no option 'width'.*; its options are sequence"),
+        ("gpt2", {"width": 3}, r"gpt2 has no option 'width'.*; its options are blocks, sequence"),
         ("gpt2", {"sequence": 2048}, r"gpt2 takes sequences of at most 1024 tokens, got 2048"),
         ("bert-base", {"head": "mml"}, r"head must be one of pooler, mlm, got 'mml' \(did you mean 'mlm'\?\)"),
         ("gnmt-8", {"hidden": 1}, r"hidden must be at least 2"),

@@ -23,7 +23,8 @@ from bapipe.records.plan import Plan
 from bapipe.schedule.generators import capped, one_f_one_b_sno
 from bapipe.schedule.inflight import declining_caps, full_overlap_caps
 from bapipe.schedule.validate import require_valid
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 
 
 def plan_of(**request: object) -> Plan:
@@ -91,7 +92,10 @@ def test_k_holds_where_it_does_not_fit() -> None:
         explore(profile, cluster, replace(usual, cap=32))
     recomputing = explore(profile, cluster, replace(usual, cap=32, strategy="exact", stages=4)).best
     assert recomputing.inflight[0] == 32
-    assert recomputing.candidate.stages[0].recompute
+    first, layers = recomputing.candidate.stages[0], recomputing.candidate.chain.recompute
+    assert first.recompute or any(run[0] <= first.last for run in layers)
+    whole = replace(usual, cap=32, strategy="exact", stages=4, recompute="stages")
+    assert recomputing.throughput >= explore(profile, cluster, whole).best.throughput
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bapipe.costs.segments import make_chain
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.planner import Request, explore
-from bapipe.planner.evaluate import Hardware, evaluate
+from bapipe.planner.candidate import Hardware
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.inputs import profile_for
 from bapipe.planner.pipelines import FAMILIES, build, optimal, unreplicated_stages
 

@@ -13,8 +13,9 @@ from bapipe.costs.segments import make_chain
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner import Request, explore, make_plan
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.effort import effort_of
-from bapipe.planner.evaluate import Hardware, evaluate
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.inputs import cluster_with, profile_for
 from bapipe.planner.lightest_cuts import balanced_fitting_cuts, lightest_cuts
 from bapipe.planner.order_space import OrderSpace, order_spaces
@@ -105,7 +106,7 @@ def test_more_memory_is_never_slower_and_what_fits_is_not_refused() -> None:
         request = Request(global_batch=512, microbatch=32, schedule="1f1b-so", stages=4)
         times.append(explore(profile, cluster, request).best.time)
     assert times == sorted(times, reverse=True)
-    assert times[0] == pytest.approx(1.537, rel=1e-3)
+    assert times[0] < 0.9, "without layers that recompute it was 1.537"
     assert times[-1] < 0.86
 
 

@@ -13,8 +13,10 @@ from bapipe.costs.segments import make_chain
 from bapipe.errors import BaPipeError, FileFormatError
 from bapipe.io.files import dump_json
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, evaluate, plan_timeline
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.inputs import cluster_with, profile_for
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan, read_plan, write_plan
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import capped

@@ -11,7 +11,7 @@ import pytest
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.io.files import dump_json
 from bapipe.planner import STRATEGIES, Request, explore, lower_bound, make_plan
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.planner.tuning import DEFAULT_TUNING
 from made_profiles import made_cluster, made_profile
 

@@ -12,9 +12,11 @@ from bapipe.costs.profile import Profile
 from bapipe.costs.segments import make_chain
 from bapipe.errors import InfeasibleError
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import Hardware, evaluate, plan_timeline
+from bapipe.planner.candidate import Hardware
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.gradient_rings import all_reduce_time
 from bapipe.planner.plan_cases import PlanCases
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.stage_tables import StageTables
 from made_profiles import frozen, made_cluster, made_profile

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from bapipe.costs.segments import make_chain
 from bapipe.hardware.cluster import Link
 from bapipe.planner import Request, explore
-from bapipe.planner.evaluate import Hardware, StageChoice, evaluate
+from bapipe.planner.candidate import Hardware, StageChoice
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.hybrids import balanced_hybrids
 from bapipe.planner.pipelines import FAMILIES, build
 from bapipe.schedule.v_shape import V_SHAPED

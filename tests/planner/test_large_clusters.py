@@ -12,9 +12,11 @@ from bapipe.costs.segments import make_chain
 from bapipe.errors import InfeasibleError
 from bapipe.hardware.cluster import Accelerator, Cluster, Link
 from bapipe.planner import Exploration, Request, explore, make_plan
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice, as_run
 from bapipe.planner.cluster_parts import copies_on, parts_of
-from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, StageChoice, as_run, evaluate, plan_timeline
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.pipelines import FAMILIES, build
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.planner.tuning import Tuning
 from bapipe.schedule.replicas import replicated_pipelines
 from bapipe.simulator.first_pipeline import first_copy

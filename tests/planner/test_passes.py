@@ -12,8 +12,8 @@ import pytest
 
 from bapipe.cli import plan as plan_cli
 from bapipe.errors import BaPipeError
-from bapipe.planner import Request, evaluate, explore, make_plan
-from bapipe.planner.evaluate import Hardware, plan_timeline
+from bapipe.planner import Request, candidate_costs, evaluate, explore, make_plan, plan_timeline
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.fixed_partitions import dealt_stages
 from bapipe.planner.passes import PASSES
 from bapipe.planner.passes.choose_sizes import choose_sizes
@@ -109,11 +109,19 @@ def test_a_share_of_the_cluster_is_searched_on_its_own() -> None:
 
 def test_the_plan_keeps_what_the_search_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     found = explore(PROFILE, CLUSTER, Request(global_batch=16, microbatch=1))
-    calls = [counted(monkeypatch, evaluate, name) for name in ("simulate", "stages_bytes", "stage_seconds")]
+    calls = [
+        counted(monkeypatch, module, name)
+        for module, name in (
+            (evaluate, "simulate"),
+            (plan_timeline, "simulate"),
+            (evaluate, "stages_bytes"),
+            (candidate_costs, "stage_seconds"),
+        )
+    ]
     plan = make_plan(found)
-    assert calls == [[], [], []]
-    assert plan_timeline(plan).time == pytest.approx(found.best.timeline.time)
-    assert calls[0] == ["simulate"]
+    assert calls == [[], [], [], []]
+    assert plan_timeline.plan_timeline(plan).time == pytest.approx(found.best.timeline.time)
+    assert calls == [[], ["simulate"], [], []]
 
 
 def test_one_search_serves_the_table_the_explanation_and_the_report(
@@ -121,6 +129,7 @@ def test_one_search_serves_the_table_the_explanation_and_the_report(
 ) -> None:
     searches = counted(monkeypatch, plan_cli, "explore")
     simulated = counted(monkeypatch, evaluate, "simulate")
+    drawn = counted(monkeypatch, plan_timeline, "simulate")
     asked = ("plan", "vgg16", "--cluster", "2xv100", "--global-batch", "128", "--microbatch", "16")
     files = ("--out", "plan.json", "--report", "report.html")
     at_report: list[int] = []
@@ -132,6 +141,7 @@ def test_one_search_serves_the_table_the_explanation_and_the_report(
     assert "inter-layer" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert searches == ["explore"]
     assert [len(simulated)] == at_report, "simulated again after the search"
+    assert drawn == []
 
 
 def test_the_explanation_does_not_change_the_plan() -> None:
@@ -148,5 +158,5 @@ def test_what_the_paper_cannot_fit_is_explained_too() -> None:
     cluster = made_cluster({"x": 2}, memory=60.0)
     request = Request(global_batch=8, schedule="1f1b", stages=2)
     found = explore(profile, cluster, request, explain=True)
-    assert any(stage.recompute for stage in found.best.candidate.stages)
+    assert any(stage.recomputed for stage in make_plan(found).stages)
     assert any("short" in step.change for step in found.paper_steps)

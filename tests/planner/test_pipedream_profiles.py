@@ -10,7 +10,8 @@ from bapipe.costs.segments import make_chain
 from bapipe.errors import InfeasibleError
 from bapipe.hardware.cluster_file import read_cluster, with_link_bandwidth
 from bapipe.planner import STRATEGIES, Request, explore
-from bapipe.planner.evaluate import Hardware, StageChoice, evaluate
+from bapipe.planner.candidate import Hardware, StageChoice
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.partition import baselines
 from bapipe.planner.partition.exact.solve import Problem, solve
 from bapipe.planner.pipelines import FAMILIES, build

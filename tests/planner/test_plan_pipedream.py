@@ -15,11 +15,12 @@ from bapipe.hardware.cluster import Accelerator
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.io.files import content_hash
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import EventRecord, RunRecord, StepRecord, read_run
 from bapipe.schedule.actions import Kind
-from bapipe.simulator.simulate import Costs, steady_period
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.steady_period import steady_period
 from paths import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"

@@ -16,7 +16,7 @@ from bapipe.costs.stage_time import every_run, stage_seconds
 from bapipe.errors import InfeasibleError
 from bapipe.models.layers import Split
 from bapipe.planner import Request, explore
-from bapipe.planner.evaluate import Hardware
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.intra_layer_cuts import divided_stages, refined
 from bapipe.planner.pipelines import FAMILIES, unreplicated_stages
 from made_profiles import made_cluster, made_profile

@@ -10,9 +10,11 @@ import pytest
 from bapipe.hardware.cluster import Accelerator, Cluster, Level, Link, Uplink
 from bapipe.planner import Request, explore
 from bapipe.planner.assemble_plan import make_plan
-from bapipe.planner.evaluate import Evaluation, Hardware, evaluate, plan_timeline
+from bapipe.planner.candidate import Hardware
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.local_moves import swapped_orders
 from bapipe.planner.placements import accelerator_orders
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.reporting.views.cut_links import cut_links
 from made_profiles import made_cluster, made_profile
 
@@ -103,3 +105,15 @@ def test_a_plan_names_its_links_and_its_timeline_is_what_was_predicted() -> None
     assert [link.names for link in links] == [("host",), ("between",), ("host",)]
     assert links[1].words == "between, 800 MB/s over the uplinks of host"
     assert plan_timeline(plan).time == pytest.approx(plan.prediction.time)
+
+
+def test_a_link_of_one_pair_does_not_keep_parts_of_the_cluster_from_being_planned() -> None:
+    """Half of the accelerators, whose plan two halves may copy, have not all pairs of the whole."""
+    flat = made_cluster({"x": 4})
+    names = [item.name for item in flat.accelerators]
+    cluster = replace(flat, pairs={f"{names[1]} - {names[2]}": ISLAND}, within=WITHIN)
+    assert cluster.part(cluster.accelerators[:2]).pairs == {}
+    assert list(cluster.part(cluster.accelerators[1:]).pairs) == [f"{names[1]} - {names[2]}"]
+    found = explore(PROFILE, cluster, Request(global_batch=16, microbatch=1))
+    slower = explore(PROFILE, replace(cluster, pairs={}), Request(global_batch=16, microbatch=1))
+    assert found.best.time <= slower.best.time * (1 + 1e-9)

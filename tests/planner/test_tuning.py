@@ -10,7 +10,7 @@ import pytest
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import make_chain
 from bapipe.planner import Exploration, Request, explore, make_plan
-from bapipe.planner.evaluate import Hardware
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.fixed_partitions import fixed_partitions
 from bapipe.planner.hybrids import balanced_hybrids
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning

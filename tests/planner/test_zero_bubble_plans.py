@@ -9,7 +9,8 @@ import pytest
 from bapipe.costs.profile import Profile
 from bapipe.errors import InfeasibleError
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import Hardware, evaluate
+from bapipe.planner.candidate import Hardware
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.inflight_caps import least_caps
 from bapipe.planner.tuning import DEFAULT_TUNING
 from bapipe.schedule.actions import Kind
@@ -44,7 +45,7 @@ def profile_with(*, delayed: float | None, weight_share: float = 0.5) -> Profile
 
 def planned(profile: Profile, memory: float, schedule: str):  # type: ignore[no-untyped-def]
     cluster = made_cluster({"x": LAYERS}, memory=memory, bandwidth=2.0)
-    return explore(profile, cluster, replace(REQUEST, schedule=schedule)).best
+    return explore(profile, cluster, replace(REQUEST, schedule=schedule, recompute="stages")).best
 
 
 def behind(schedule) -> list[int]:  # type: ignore[no-untyped-def]

@@ -15,8 +15,9 @@ from bapipe.costs.planned_optimizer import planned_optimizer
 from bapipe.costs.segments import make_chain
 from bapipe.errors import InfeasibleError
 from bapipe.planner import explore
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.dealt_cases import dealt_orders
-from bapipe.planner.evaluate import Hardware, evaluate
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.order_space import DATA_PARALLEL, order_spaces
 from bapipe.planner.placements import accelerator_orders, replica_counts
 from bapipe.planner.plan_cases import PlanCases
@@ -48,7 +49,7 @@ def test_no_plan_is_faster(seed: int) -> None:
     assert rate(problem) >= fastest_plan(problem).rate * (1 - EQUAL)
 
 
-@pytest.mark.parametrize("seed", range(2000, 2010))
+@pytest.mark.parametrize("seed", [*range(2000, 2010), 387, 994])
 def test_more_is_never_slower(seed: int) -> None:
     check = check_of(seed)
     assert rate(check.more) >= rate(check.less) * (1 - EQUAL)

@@ -27,9 +27,11 @@ from bapipe.schedule.generators import (
 from bapipe.schedule.inflight import full_overlap_caps
 from bapipe.schedule.v_shape import V_SHAPED
 from bapipe.schedule.validate import check
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.engine import TaskTimes, numba_available, time_tasks
 from bapipe.simulator.lowering import Network, Route, lower
-from bapipe.simulator.simulate import Costs, simulate, steady_period
+from bapipe.simulator.simulate import simulate
+from bapipe.simulator.steady_period import steady_period
 from bapipe.simulator.timeline import Timeline
 
 STAGES, MICROBATCHES = st.integers(1, 7), st.integers(1, 24)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import MemoryParts, Plan
 from bapipe.records.run_record import to_timeline
 from bapipe.reporting.charts.alternatives import alternatives_chart, pareto_front

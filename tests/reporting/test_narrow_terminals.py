@@ -15,7 +15,7 @@ from bapipe.analysis.predicted_measured import compare
 from bapipe.costs.resolve_model import load_profile
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.reporting.terminal.compare_table import comparison_notes, comparison_tables
 from bapipe.reporting.terminal.console import terminal

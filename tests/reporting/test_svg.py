@@ -15,7 +15,8 @@ from bapipe.reporting.drawing.labels import action_name
 from bapipe.reporting.drawing.timeline_svg import render_svg
 from bapipe.schedule.actions import Kind
 from bapipe.schedule.generators import make_schedule, with_recompute, with_update
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline
 from made_timelines import dense, predicted
 

@@ -20,7 +20,8 @@ from bapipe.reporting.terminal import timeline_text as module
 from bapipe.reporting.terminal.timeline_text import render_text
 from bapipe.schedule.actions import Kind
 from bapipe.schedule.generators import data_parallel, make_schedule, with_recompute, with_update
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline, Transfers
 from made_timelines import dense, predicted
 

@@ -13,7 +13,8 @@ import pytest
 from bapipe.reporting import trace as module
 from bapipe.reporting.trace import trace_events, trace_json
 from bapipe.schedule.generators import data_parallel, make_schedule, with_update
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline
 
 NAMES = ("gpipe", "1f1b-sno", "1f1b-so", "interleaved", "zb-h2")

@@ -27,7 +27,8 @@ from bapipe.schedule.dealing import (
 from bapipe.schedule.generators import capped, make_schedule, with_recompute, with_update
 from bapipe.schedule.schedule_file import ScheduleFile, read_schedule, write_schedule
 from bapipe.schedule.validate import check, require_valid
-from bapipe.simulator.simulate import Costs, ReplicaCosts, simulate
+from bapipe.simulator.action_costs import Costs, ReplicaCosts
+from bapipe.simulator.simulate import simulate
 
 
 @st.composite

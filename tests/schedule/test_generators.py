@@ -21,7 +21,8 @@ from bapipe.schedule.generators import (
 from bapipe.schedule.inflight import full_overlap_caps
 from bapipe.schedule.v_shape import V_SHAPED
 from bapipe.schedule.zero_bubble import zero_bubble
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 
 
 def drawn(schedule: Schedule, *, stages: bool = False) -> str:

@@ -13,8 +13,9 @@ from bapipe.cli import cli
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.closed_forms import paper_table_row
 from bapipe.schedule.generators import make_schedule
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Network
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline
 from paths import REPOSITORY
 

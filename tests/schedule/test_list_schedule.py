@@ -13,7 +13,8 @@ from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.generators import zb_h1, zb_h2
 from bapipe.schedule.list_schedule import Preference, StageTimes, timed_order
 from bapipe.schedule.validate import check
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 
 PREFERENCES = tuple(
     Preference(forward_first=first, gap=gap) for first, gap in product((True, False), (0.0, 0.5, 1.0))

@@ -10,7 +10,8 @@ from bapipe.schedule.generators import interleaved, make_schedule, with_update
 from bapipe.schedule.replicas import replicated_pipelines
 from bapipe.schedule.validate import require_valid
 from bapipe.schedule.zero_bubble import zb_h1, zero_bubble
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 
 
 def actions(schedule: Schedule, rank: int) -> str:

@@ -11,20 +11,22 @@ from hypothesis import strategies as st
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.generators import SCHEDULES
 from bapipe.schedule.inflight import v_activations
-from bapipe.schedule.v_order import VStage, quickest_v_order, v_orders
+from bapipe.schedule.list_schedule import StageTimes
+from bapipe.schedule.v_order import quickest_v_order, v_orders
 from bapipe.schedule.validate import check
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 
 TIME, BYTES = st.integers(1, 20), st.integers(0, 9)
 NAMES = st.sampled_from(["zb-v", "v-half", "v-min"])
 
 
 @st.composite
-def stages(draw: st.DrawFn) -> list[VStage]:
+def stages(draw: st.DrawFn) -> list[StageTimes]:
     """Of one rank to five, each stage of its own; some have no weight gradients worth deferring."""
     count = 2 * draw(st.integers(1, 5))
     return [
-        VStage(
+        StageTimes(
             forward=draw(TIME),
             input_gradient=draw(TIME),
             weight_gradient=draw(st.integers(0, 20)),
@@ -37,7 +39,7 @@ def stages(draw: st.DrawFn) -> list[VStage]:
     ]
 
 
-def costs_of(own: list[VStage]) -> Costs:
+def costs_of(own: list[StageTimes]) -> Costs:
     return Costs.of(
         len(own),
         forward=[item.forward for item in own],
@@ -48,7 +50,7 @@ def costs_of(own: list[VStage]) -> Costs:
     )
 
 
-def held_bytes(schedule: Schedule, own: list[VStage]) -> list[float]:
+def held_bytes(schedule: Schedule, own: list[StageTimes]) -> list[float]:
     peaks = []
     for lane in schedule.lanes:
         now = most = 0.0
@@ -69,7 +71,7 @@ def held_bytes(schedule: Schedule, own: list[VStage]) -> list[float]:
 @settings(max_examples=30)
 @given(own=stages(), name=NAMES, microbatches=st.integers(1, 14))
 def test_every_order_is_right_and_within_the_published_memory(
-    own: list[VStage], name: str, microbatches: int
+    own: list[StageTimes], name: str, microbatches: int
 ) -> None:
     costs, ranks = costs_of(own), len(own) // 2
     for schedule in v_orders(name, own, microbatches):
@@ -82,7 +84,7 @@ def test_every_order_is_right_and_within_the_published_memory(
 @settings(max_examples=30)
 @given(own=stages(), name=NAMES, microbatches=st.integers(1, 10), data=st.data())
 def test_orders_keep_to_the_bytes_of_each_rank(
-    own: list[VStage], name: str, microbatches: int, data: st.DataObject
+    own: list[StageTimes], name: str, microbatches: int, data: st.DataObject
 ) -> None:
     ranks = len(own) // 2
     least = [own[rank].most + own[2 * ranks - 1 - rank].most for rank in range(ranks)]
@@ -93,7 +95,7 @@ def test_orders_keep_to_the_bytes_of_each_rank(
 
 
 def test_too_little_room_for_two_micro_batches_still_gets_through() -> None:
-    own = [VStage(forward=1, input_gradient=1, weight_gradient=1, inflight=4, delayed=3) for _ in range(6)]
+    own = [StageTimes(forward=1, input_gradient=1, weight_gradient=1, inflight=4, delayed=3) for _ in range(6)]
     for schedule in list(v_orders("zb-v", own, 5, room=[1.0] * 3))[1:]:
         assert check(schedule, sends="windowed") == []
         assert max(held_bytes(schedule, own)) <= 8
@@ -105,7 +107,7 @@ def test_never_slower_than_the_published_order_and_mostly_faster() -> None:
     for _ in range(30):
         ranks = chance.randint(2, 4)
         own = [
-            VStage(
+            StageTimes(
                 forward=chance.uniform(0.5, 2),
                 input_gradient=chance.uniform(0.5, 2),
                 weight_gradient=chance.uniform(0.5, 2),
@@ -132,5 +134,5 @@ def test_alike_times_keep_the_published_order(ranks: int) -> None:
 
 
 def test_dualpipe_v_has_one_order() -> None:
-    own = [VStage(forward=1, input_gradient=2, weight_gradient=1) for _ in range(4)]
+    own = [StageTimes(forward=1, input_gradient=2, weight_gradient=1) for _ in range(4)]
     assert [schedule.lanes for schedule in v_orders("dualpipe-v", own, 6)] == [SCHEDULES["dualpipe-v"](2, 6).lanes]

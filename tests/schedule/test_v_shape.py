@@ -13,7 +13,8 @@ from bapipe.schedule.inflight import v_activations
 from bapipe.schedule.schedule_file import from_torch_csv, to_torch_csv
 from bapipe.schedule.v_shape import V_SHAPED, v_placement
 from bapipe.schedule.validate import check
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 
 SIZES = [(1, 3), (2, 4), (2, 12), (3, 9), (4, 8), (4, 24), (5, 20), (6, 30), (8, 32)]
 

@@ -8,7 +8,8 @@ import pytest
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.generators import make_schedule
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 
 
 class TestCosts:

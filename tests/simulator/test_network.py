@@ -6,8 +6,9 @@ import pytest
 
 from bapipe.errors import BaPipeError, DeadlockError
 from bapipe.schedule.generators import interleaved, make_schedule
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Network, Route
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import simulate
 from simulated_times import starts
 
 

@@ -15,9 +15,10 @@ from bapipe.schedule.generators import (
     with_recompute,
     with_update,
 )
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Network, Route
 from bapipe.simulator.scenario_times import scenario_times
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import simulate
 
 SCHEDULES = {
     "1f1b": make_schedule("1f1b-so", 4, 7),

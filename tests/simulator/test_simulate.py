@@ -15,8 +15,9 @@ from bapipe.schedule.generators import (
     with_recompute,
     with_update,
 )
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Network, lower
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.summary import summarise
 from bapipe.simulator.timeline import Transfers
 from simulated_times import starts, times
@@ -205,6 +206,12 @@ class TestBandwidthDemand:
     def test_the_shorter_of_forward_and_backward_counts(self) -> None:
         timeline = simulate(make_schedule("1f1b-so", 3, 8), Costs.of(3, forward=4, backward=2))
         assert timeline.bandwidth_demand() == pytest.approx(1 / 2)
+
+    @pytest.mark.parametrize("name", ["gpipe", "fbp-as", "1f1b-so", "zb-h2", "pipedream"])
+    def test_actions_that_the_clock_does_not_tell_apart_do_not_overflow(self, name: str) -> None:
+        """Beside transfers of 1e20 an action of 10 has no span, and such rates add up; warnings are errors."""
+        timeline = simulate(make_schedule(name, 4, 16), Costs.of(4, forward=10, backward=20, transfer=1e20))
+        assert 0 <= timeline.bandwidth_demand() < float("inf")
 
     def test_two_accelerators_of_fbp_read_as_the_table(self) -> None:
         timeline = simulate(make_schedule("fbp-as", 2, 4), Costs.of(2, forward=4, backward=2))

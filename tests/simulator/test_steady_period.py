@@ -6,8 +6,10 @@ import pytest
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.generators import capped, make_schedule
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Network, Route
-from bapipe.simulator.simulate import Costs, simulate, steady_period
+from bapipe.simulator.simulate import simulate
+from bapipe.simulator.steady_period import steady_period
 from bapipe.simulator.summary import summarise
 
 

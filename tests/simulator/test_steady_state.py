@@ -8,7 +8,8 @@ import pytest
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import capped, gpipe
 from bapipe.schedule.zero_bubble import zero_bubble
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.steady_state import microbatches_needed, steady_state
 
 ROUNDS = 12

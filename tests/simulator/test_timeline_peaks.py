@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.generators import capped, fbp_as, gpipe, interleaved, with_recompute, with_update
 from bapipe.schedule.zero_bubble import zb_h1
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline
 
 SCHEDULES = [

@@ -10,9 +10,11 @@ import pytest
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.generators import capped, gpipe, make_schedule, with_update
 from bapipe.schedule.list_schedule import Preference, StageTimes, timed_order
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.network import Network, Route
 from bapipe.simulator.scenario_times import ManyCosts, many_times, scenario_times
-from bapipe.simulator.simulate import Costs, simulate, steady_period
+from bapipe.simulator.simulate import simulate
+from bapipe.simulator.steady_period import steady_period
 
 SCHEDULES = [with_update(make_schedule(name, 3, 6)) for name in ("1f1b-sno", "1f1b-so", "gpipe", "zb-h1")]
 

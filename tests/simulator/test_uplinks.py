@@ -6,9 +6,11 @@ import pytest
 
 from bapipe.schedule.generators import capped
 from bapipe.schedule.replicas import replicated_pipelines
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.engine import numba_available
 from bapipe.simulator.lowering import Network, Route, lower
-from bapipe.simulator.simulate import Costs, simulate, steady_period
+from bapipe.simulator.simulate import simulate
+from bapipe.simulator.steady_period import steady_period
 
 TWO = replicated_pipelines([capped(2, 1, [1, 1])] * 2)
 """two pipelines of two stages, one micro-batch each: ranks 0 and 1 send to 2 and 3"""

@@ -26,8 +26,10 @@ from bapipe.costs.segments import make_chain
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.cluster_toml import cluster_toml
 from bapipe.io.files import write_text
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.data_parallel import data_parallel_candidate
-from bapipe.planner.evaluate import Hardware, evaluate, plan_timeline
+from bapipe.planner.evaluate import evaluate
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord, to_timeline
 

@@ -10,7 +10,8 @@ from bapipe.costs.segments import make_chain
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import Exploration, Request, explore
-from bapipe.planner.evaluate import Candidate, Evaluation, StageChoice, evaluate
+from bapipe.planner.candidate import Candidate, StageChoice
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.request import microbatch_sizes
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import make_schedule

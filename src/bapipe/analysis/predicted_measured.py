@@ -12,7 +12,7 @@ import numpy as np
 from bapipe.analysis.link_estimate import LinkEstimate, estimate_links
 from bapipe.errors import BaPipeError
 from bapipe.io.files import content_hash, plain_values
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import MemorySource, RunRecord, to_timeline
 from bapipe.schedule.actions import Action, Kind, Schedule

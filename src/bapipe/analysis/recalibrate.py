@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from bapipe.analysis.predicted_measured import Comparison, compare, full_microbatches, mean_work
 from bapipe.costs.fields import COST_FIELDS, CostTable, Like, as_tuples
 from bapipe.costs.profile import Profile
+from bapipe.costs.recomputed_layers import recomputing
 from bapipe.costs.segments import make_chain
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.io.files import content_hash
 from bapipe.models.layers import Split
-from bapipe.planner.evaluate import shared_sums
+from bapipe.planner.candidate_costs import shared_sums
 from bapipe.records.plan import Plan, PlanStage
 from bapipe.records.run_record import RunRecord
 from bapipe.schedule.actions import Kind
@@ -159,8 +160,8 @@ def _recalibrated(plan: Plan, record: RunRecord, comparison: Comparison, profile
 def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) -> Plan:
     """The same partition and order with the stages' times by another profile, and another cluster's links.
 
-    `bapipe.planner.evaluate.plan_timeline` then predicts its global batch. The time and alternatives in the plan
-    are those of the old profile, and so is the all-reduce.
+    `bapipe.planner.plan_timeline.plan_timeline` then predicts its global batch. The time and alternatives in the
+    plan are those of the old profile, and so is the all-reduce.
     """
     seconds = _stage_seconds(profile, plan, _types(plan))
     names = [accelerator.name for accelerator in plan.cluster.accelerators]
@@ -206,6 +207,8 @@ def _stage_seconds(profile: Profile, plan: Plan, types: Sequence[Sequence[str]])
     divided = {layer: part.of for layer, part in parts.items()}
     chain = make_chain(replace(profile, layers=layers), names, plan.microbatch_size, split=divided)
     place = {(unit.layer, unit.start): index for index, unit in enumerate(chain.units)}
+    runs = [run for stage in plan.stages for run in stage.recompute_layers]
+    chain = recomputing(chain, tuple((place[run.first, 0], place[run.last, 0]) for run in runs))
     spans = []
     for stage in plan.stages:
         own = {part.layer: part for part in stage.fractions}

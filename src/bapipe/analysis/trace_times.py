@@ -26,6 +26,9 @@ __all__ = ["TraceTimes", "profile_of_trace", "read_trace_times"]
 _MICRO = 1e-6
 _REPLACED = ("forward", "backward", "update")
 """fields that are the trace's, or stay"""
+_CORRELATION, _SEQUENCE = "correlation", "Sequence number"
+_LONGEST = 1e18
+"""microseconds; profilers count them since the epoch, or since the machine's start"""
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
@@ -74,12 +77,12 @@ def read_trace_times(path: str, names: Sequence[str]) -> TraceTimes:
     backward: dict[str, float] = defaultdict(float)
     if kernels:
         launched = {
-            event["args"]["correlation"]: event
+            event["args"][_CORRELATION]: event
             for event in events
-            if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+            if event.get("cat") in ("cuda_runtime", "cuda_driver") and _CORRELATION in event.get("args", {})
         }
         for kernel in kernels:
-            launch = launched.get(kernel.get("args", {}).get("correlation"))
+            launch = launched.get(kernel.get("args", {}).get(_CORRELATION))
             if launch is None:
                 continue
             thread = _thread(launch)
@@ -192,18 +195,30 @@ def _events(path: str) -> list[dict[str, Any]]:
     events = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(events, list):
         raise FileFormatError(f"{path} has no traceEvents; give what torch.profiler's export_chrome_trace wrote")
-    return [event for event in events if isinstance(event, dict) and _complete(event)]
+    found = [event for event in events if isinstance(event, dict) and _complete(event)]
+    for event in found:
+        if not (0 <= event["dur"] < _LONGEST and abs(event["ts"]) < _LONGEST):
+            begins, lasts = (str(event[key])[:30] for key in ("ts", "dur"))
+            raise FileFormatError(
+                f"{path}: '{event['name'][:60]}' begins at {begins} and lasts {lasts} microseconds, which no "
+                "profiler writes; trace again"
+            )
+    return found
 
 
 def _complete(event: dict[str, Any]) -> bool:
     """Whether it is an event with a duration, and has what is read of it."""
-    numbers = all(isinstance(event.get(key), (int, float)) for key in ("ts", "dur"))
     return (
         event.get("ph") == "X"
-        and numbers
+        and all(_is_number(event.get(key)) for key in ("ts", "dur"))
         and isinstance(event.get("name"), str)
-        and (isinstance(event.get("args", {}), dict))
+        and isinstance(event.get("args", {}), dict)
+        and all(_is_number(event.get("args", {}).get(key, 0)) for key in (_CORRELATION, _SEQUENCE))
     )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
@@ -218,7 +233,7 @@ def _by_thread(events: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[d
 
 
 def _span(event: Mapping[str, Any]) -> _Span:
-    sequence = event.get("args", {}).get("Sequence number")
+    sequence = event.get("args", {}).get(_SEQUENCE)
     return _Span(event["ts"], event["ts"] + event["dur"], event["name"], event["dur"], sequence)
 
 
@@ -230,7 +245,7 @@ def _nested(events: Sequence[dict[str, Any]]) -> _NestedSpans:
         while open_ and open_[-1].end <= span.start:
             open_.pop()
         if open_:
-            open_[-1].own -= span.end - span.start
+            open_[-1].own -= min(span.end, open_[-1].end) - span.start
         open_.append(span)
     return found
 
@@ -264,7 +279,7 @@ def _owners(
     found: dict[int | None, str] = {}
     for thread, own in operations.items():
         for event in own:
-            number = event.get("args", {}).get("Sequence number")
+            number = event.get("args", {}).get(_SEQUENCE)
             if number is None or event["name"].startswith(_BACKWARD) or event["args"].get("Fwd thread id"):
                 continue
             mark = spans.get(thread, _NO_SPANS).around(event["ts"])

@@ -222,10 +222,7 @@ def _of_count(cluster: Cluster, count: int) -> Cluster:
         raise BaPipeError(f"count must be from 1 to {MAX_ACCELERATORS}, got {count}")
     kind, node = cluster.accelerators[0].type, cluster.accelerators[0].node
     members = tuple(Accelerator(name=f"{node}/{index}", type=kind, node=node) for index in range(count))
-    pairs = {key: link for key, link in cluster.pairs.items() if all(
-        name in {item.name for item in members} for name in key.split(" - ")
-    )}  # fmt: skip
-    return dataclasses.replace(cluster, accelerators=members, pairs=pairs)
+    return cluster.part(members)
 
 
 def sweep_cluster(

@@ -21,6 +21,7 @@ COMMANDS = {
     "cluster": ("bapipe.cli.profile", "cluster_group"),
     "compare": ("bapipe.cli.compare", "compare_command"),
     "export": ("bapipe.cli.export", "export_plan_command"),
+    "fit": ("bapipe.cli.fit", "fit_command"),
     "import-trace": ("bapipe.cli.import_trace", "import_trace_command"),
     "judge": ("bapipe.cli.judge", "judge_command"),
     "launch": ("bapipe.cli.launch", "launch_command"),

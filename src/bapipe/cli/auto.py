@@ -17,13 +17,15 @@ from bapipe.cli.options import (
 )
 from bapipe.cli.progress import progress_bar
 from bapipe.cli.values import Counts
-from bapipe.hardware.precision import DEFAULT_PRECISION
+from bapipe.torch.trials.auto_options import AutoOptions
 from bapipe.units import format_seconds
 
 if TYPE_CHECKING:
     from bapipe.torch.trials.plan_race import RaceResult
 
 __all__ = ["auto_command", "calibrate_command", "print_race"]
+
+_USUAL = AutoOptions()
 
 
 @click.command("auto")
@@ -33,21 +35,29 @@ __all__ = ["auto_command", "calibrate_command", "print_race"]
 @renamed("--micro-batch", "micro_batches", type=Counts(), help="Sizes to consider.  [default: powers of two]")
 @click.option("--ranks", type=int, help="Accelerators to use.  [default: all GPUs, or all cores]")
 @click.option(
-    "--optimizer", default="adam", show_default=True, help="sgd, momentum, adam, adamw or package.module:Class."
+    "--optimizer",
+    default=_USUAL.optimizer,
+    show_default=True,
+    help="sgd, momentum, adam, adamw or package.module:Class.",
 )
 @optimizer_options
-@renamed("--precision", default=DEFAULT_PRECISION, show_default=True, help=PRECISION_HELP)
+@renamed("--precision", default=_USUAL.precision, show_default=True, help=PRECISION_HELP)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: GPUs, where there are any]")
 @click.option(
     "--compile", "compiled", is_flag=True, help="Measure, race and run layers as torch.compile makes them."
 )
 @click.option(
-    "--race", "racing", type=int, default=4, show_default=True, help="Plans to race; 1: the prediction decides."
+    "--race",
+    "racing",
+    type=int,
+    default=_USUAL.racing,
+    show_default=True,
+    help="Plans to race; 1: the prediction decides.",
 )
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path("bapipe-auto"),
+    default=_USUAL.folder,
     show_default=True,
     help="Where everything is written.",
 )
@@ -67,7 +77,7 @@ def auto_command(model: str, **options: Any) -> None:
       bapipe auto my_model:build --global-batch 64
       bapipe auto gpt --arg blocks=8 --global-batch 32 --steps 20 --check
     """
-    from bapipe.torch.trials.auto import AutoOptions, auto
+    from bapipe.torch.trials.auto import auto
 
     options["optimizer"] = read_optimizer(options)
     steps, check = options.pop("steps"), options.pop("check")

@@ -22,7 +22,9 @@ __all__ = ["compare_command"]
 
 @click.command("compare")
 @click.argument("plan_file", type=click.Path(dir_okay=False))
-@click.argument("run_file", type=click.Path(dir_okay=False))
+@click.argument("files", nargs=-1, metavar="[RUN_FILE]", type=click.Path(dir_okay=False))
+@click.option("--engines", is_flag=True, help="Run every plan given by each engine, side by side, and time both.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="With --engines: instead of what the plan has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--trace", "trace_file", type=click.Path(dir_okay=False), help="Write both timelines as one Perfetto trace."
@@ -44,7 +46,9 @@ __all__ = ["compare_command"]
 )
 def compare_command(
     plan_file: str,
-    run_file: str,
+    files: tuple[str, ...],
+    engines: bool,
+    device: str | None,
     as_json: bool,
     trace_file: str | None,
     profile_file: str | None,
@@ -58,7 +62,20 @@ def compare_command(
       bapipe compare plan.json run.json
       bapipe compare plan.json run.json --profile profile.json --recalibrate corrected.json
       bapipe plan corrected.json --cluster cluster.toml
+      bapipe compare --engines plan.json other-plan.json
     """
+    if engines:
+        if any((trace_file, profile_file, corrected_file, cluster_file)):
+            raise BaPipeError("--engines runs plans and compares times; leave the options about a run out")
+        _compare_engines((plan_file, *files), device, as_json=as_json)
+        return
+    if device is not None:
+        raise BaPipeError("--device says where --engines runs plans; give that too, or leave it out")
+    if len(files) != 1:
+        raise BaPipeError(
+            f"a plan is compared with one run, got {len(files)}; give PLAN_FILE RUN_FILE, or --engines and plans"
+        )
+    run_file = files[0]
     from bapipe.analysis.predicted_measured import compare, comparison_values
     from bapipe.analysis.recalibrate import recalibrate
     from bapipe.costs.profile import read_profile, write_profile
@@ -101,6 +118,33 @@ def compare_command(
             click.echo(f"wrote {path}")
 
 
+def _compare_engines(plans: tuple[str, ...], device: str | None, *, as_json: bool) -> None:
+    """Run each plan by each engine; a line for what an engine cannot run."""
+    from bapipe.reporting.terminal.console import terminal
+    from bapipe.reporting.terminal.engine_times_table import engine_times_table
+    from bapipe.torch.launch.run_options import RunOptions
+    from bapipe.torch.trials.engine_trials import engine_times, largest_loss_difference
+
+    options = RunOptions(device=device, trace=False)
+    found = [engine_times(plan, options) for plan in plans]
+    if as_json:
+        click.echo(json.dumps(plain_number([plain_values(item) for times in found for item in times]), indent=1))
+        return
+    console = terminal()
+    console.print(
+        engine_times_table(
+            [(item.plan, item.engine, item.seconds, item.throughput) for times in found for item in times]
+        )
+    )
+    for times in found:
+        for item in times:
+            if item.reason is not None:
+                console.print(f"{item.plan}, {item.engine}: {item.reason}")
+        difference = largest_loss_difference(times)
+        if difference is not None:
+            console.print(f"{times[0].plan}: losses of both engines differ by at most {difference:.1e}")
+
+
 def _corrected_cluster(found: Comparison, plan: Plan, path: str, *, run: str) -> Cluster:
     from bapipe.analysis.link_estimate import correct_links
     from bapipe.hardware.cluster_toml import cluster_toml
@@ -114,7 +158,7 @@ def _corrected_cluster(found: Comparison, plan: Plan, path: str, *, run: str) ->
 def _time_again(plan: Plan, again: Recalibration, cluster: Cluster | None, found: Comparison) -> float:
     """What the corrected figures predict of a step of the plan that ran."""
     from bapipe.analysis.recalibrate import predict_again
-    from bapipe.planner.evaluate import plan_timeline
+    from bapipe.planner.plan_timeline import plan_timeline
 
     return plan_timeline(predict_again(plan, again.profile, cluster)).time + found.overhead.predicted
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import click
 
+from bapipe.cli.completion import complete_cluster, complete_model, complete_schedule
 from bapipe.cli.options import PRECISION_HELP, optimizer_options, read_optimizer, renamed
 from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
@@ -20,6 +21,7 @@ from bapipe.hardware.cluster import Cluster
 from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
 from bapipe.planner.effort import EFFORTS
 from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
+from bapipe.planner.request import ENGINES
 from bapipe.records.plan import Plan, write_plan
 from bapipe.simulator.first_pipeline import first_copy
 from bapipe.units import format_bytes, format_seconds, parse_seconds, parse_share
@@ -28,13 +30,15 @@ __all__ = ["plan_command"]
 
 
 @click.command("plan")
-@click.argument("model")
-@click.option("--cluster", required=True, help="TOML file, or a shorthand such as 4xv100 or 2xa100+2xv100.")
+@click.argument("model", shell_complete=complete_model)
+@click.option("--cluster", required=True, shell_complete=complete_cluster,
+              help="TOML file, or a shorthand such as 4xv100 or 2xa100+2xv100.")  # fmt: skip
 @renamed("--global-batch", "global_batch", type=int,
          help="Samples per optimizer step.  [default: 64 per accelerator]")  # fmt: skip
 @renamed("--micro-batch", "microbatch", type=int, help="Micro-batch size.  [default: the best]")
 @click.option(
     "--schedule",
+    shell_complete=complete_schedule,
     help="1f1b-sno, 1f1b-so, 1f1b, gpipe, zb, zb-h1, zb-h2, interleaved, 1f1b-as, fbp-as, data-parallel.",
 )
 @renamed("--in-flight", "cap", type=int, metavar="K",
@@ -60,6 +64,11 @@ __all__ = ["plan_command"]
               help="Search by simulation: low, normal, high, or a time such as 30s.")  # fmt: skip
 @click.option("--dealing", type=click.Choice(["speed", "equal"]), default="speed", show_default=True,
               help="Replicas of several types may take micro-batches by their speed, or all as many.")  # fmt: skip
+@click.option("--zero-stage", type=click.Choice(["auto", "0", "1"]), default="auto", show_default=True,
+              help="1: replicas of a stage share its optimizer state (ZeRO-1); 0: each has all.")  # fmt: skip
+@click.option("--recompute", default="auto", show_default=True, metavar="WORD|LAYERS", help="Activation "
+              "checkpointing: auto, never, of whole stages, of layers, always (every layer), or of these layers "
+              "by number, such as 0-3,7: auto|never|stages|layers|always|0-3,7.")  # fmt: skip
 @click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
 @click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
 @click.option("--compile", "compiled", is_flag=True,
@@ -169,7 +178,7 @@ def _raced(found: Exploration, options: dict[str, Any]) -> Plan:
 def _request(options: dict[str, Any]) -> Request:
     if options["dataset_size"] is not None and options["dataset_size"] < 1:
         raise BaPipeError(f"--dataset-size must be at least 1, got {options['dataset_size']}; raise it")
-    values = {field.name: options[field.name] for field in dataclasses.fields(Request)}
+    values = {field.name: options[field.name] for field in dataclasses.fields(Request) if field.name in options}
     for name in ("layer_error", "link_error"):
         if values[name] is not None:
             values[name] = parse_share(values[name], what=f"--{name.replace('_', '-')}")
@@ -249,8 +258,10 @@ def _compare(profile: Profile, cluster: Cluster, request: Request, options: dict
 
 def _with_strategy(request: Request, strategy: str) -> Request:
     """The same request of another strategy; one that fixes the schedule has no K to choose."""
-    if request.cap is not None and strategy in ("gpipe", "dp"):
+    if request.cap is not None and strategy in ("gpipe", "dp", *ENGINES):
         request = dataclasses.replace(request, cap=None, schedule=None)
+    if request.zero_stage == "1" and strategy in ENGINES:
+        request = dataclasses.replace(request, zero_stage="auto")
     return dataclasses.replace(request, strategy=strategy)
 
 

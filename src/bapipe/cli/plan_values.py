@@ -31,6 +31,8 @@ def flat_plan(plan: Plan, *, dataset_size: int | None) -> dict[str, Any]:
         "source": prediction.source,
         "strategy": plan.strategy,
         "model": plan.model.name,
+        "engine": plan.engine,
+        "zero_stage": plan.zero_stage,
         "alternatives": [dataclasses.asdict(alternative) for alternative in plan.alternatives],
         "notes": list(plan.notes),
     }

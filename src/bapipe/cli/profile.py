@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bapipe.cli.cluster_detect import detect_command
 from bapipe.cli.cluster_show import show_command
 from bapipe.cli.options import (
     PRECISION_HELP,
@@ -23,6 +24,7 @@ from bapipe.cli.progress import progress_bar
 from bapipe.cli.values import Counts, Numbers
 from bapipe.costs.profile import CostTable, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
+from bapipe.costs.profile_mix import mixed_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import DEFAULT_PRECISION
 from bapipe.hardware.transport_names import TRANSPORTS
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cluster_group",
-    "detect_command",
     "merge_command",
     "profile_command",
     "slices_group",
@@ -310,51 +311,28 @@ def _print_links(samples: Any, title: str) -> None:
 @click.argument("profiles", nargs=-1, required=True, type=click.Path(dir_okay=False))
 @click.option("-o", "--out", required=True, type=click.Path(dir_okay=False), help="Write the merged profile.json.")
 @click.option("--replace", "replace_older", is_flag=True, help="Where two have the same size, the later one wins.")
-def merge_command(profiles: tuple[str, ...], out: str, replace_older: bool) -> None:
-    """Merge PROFILES of one model, measured on several machines, into one.
+@click.option("--mix", type=Numbers(), help="How often each comes, such as 3,1: costs of a batch on average.")
+def merge_command(profiles: tuple[str, ...], out: str, replace_older: bool, mix: tuple[float, ...] | None) -> None:
+    """Merge PROFILES of one model into one: of several machines, or with --mix of inputs of several lengths.
 
     \b
-    Example:
+    Examples:
       bapipe merge h200.json v100.json -o both.json
+      bapipe merge short.json long.json --mix 3,1 -o mix.json
     """
-    merged = merge_profiles([read_profile(path) for path in profiles], replace_older=replace_older)
+    read = [read_profile(path) for path in profiles]
+    merged = merge_profiles(read, replace_older=replace_older) if mix is None else mixed_profile(read, mix)
     write_profile(merged, out)
     click.echo(f"wrote {out}: {merged.model.name} on {', '.join(merged.accelerators)}")
 
 
 @click.group("cluster")
 def cluster_group() -> None:
-    """Describe this machine, and show what a cluster file says."""
+    """Describe machines, and show what a cluster file says."""
 
 
 cluster_group.add_command(show_command)
-
-
-@cluster_group.command("detect")
-@click.option("-o", "--out", type=click.Path(dir_okay=False), help="Write cluster.toml.")
-@click.option("--ranks", type=int, help="Accelerators to list.  [default: GPUs, or cores by threads]")
-@click.option("--threads", type=int, default=1, show_default=True, help="Of each rank on a CPU.")
-def detect_command(out: str | None, ranks: int | None, threads: int) -> None:
-    """Write a cluster file of this machine: GPUs, or CPU cores as ranks.
-
-    \b
-    Example:
-      bapipe cluster detect -o cluster.toml
-    """
-    from bapipe.torch.profiler.detect_machine import cluster_text, detect
-
-    _check_out(out)
-    if ranks is not None and ranks < 1:
-        raise BaPipeError(f"a cluster needs at least 1 rank, got {ranks}; raise --ranks")
-    machine = detect(ranks=ranks, threads=threads)
-    text = cluster_text(machine)
-    if out:
-        write_text(out, text)
-        click.echo(f"wrote {out}: {machine.count} × {machine.type}")
-    else:
-        click.echo(text, nl=False)
-    if machine.kind == "cpu":
-        click.echo(f"profile for it with --device cpu --threads {threads}", err=True)
+cluster_group.add_command(detect_command)
 
 
 @click.group("slices")

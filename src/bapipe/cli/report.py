@@ -23,6 +23,13 @@ __all__ = ["report_command"]
 @click.option(
     "--profile", "model", help="What was planned: profile.json, or the model's name. Shows every layer's cost."
 )
+@click.option(
+    "--beside",
+    "other_file",
+    type=click.Path(dir_okay=False),
+    metavar="PLAN_FILE",
+    help="Another plan of the same model: write both side by side, with a time cursor that plays.",
+)
 @click.option("--explain", is_flag=True, help="Show the paper's exploration step by step; needs the profile.")
 @click.option("--svg", "svg_folder", type=click.Path(file_okay=False), help="Write the pictures as SVG there.")
 @click.option(
@@ -39,6 +46,7 @@ def report_command(
     run_file: str | None,
     out: str,
     model: str | None,
+    other_file: str | None,
     explain: bool,
     svg_folder: str | None,
     png_folder: str | None,
@@ -50,7 +58,12 @@ def report_command(
     Examples:
       bapipe report plan.json -o report.html
       bapipe report plan.json run.json --profile profile.json --svg pictures --trace both.json
+      bapipe report plan.json --beside other.json -o both.html
     """
+    if other_file is not None:
+        others = (run_file, model, svg_folder, png_folder, trace_file, explain or None)
+        _side_by_side(plan_file, other_file, out, alone=not any(others))
+        return
     from bapipe.records.plan import read_plan
     from bapipe.records.run_record import read_run
     from bapipe.reporting.html.write_report import write_report
@@ -71,6 +84,20 @@ def report_command(
     )
     for line in written:
         click.echo(line)
+
+
+def _side_by_side(plan_file: str, other_file: str, out: str, *, alone: bool) -> None:
+    from bapipe.errors import BaPipeError
+    from bapipe.io.files import write_text
+    from bapipe.records.plan import read_plan
+    from bapipe.reporting.html.side_by_side import render_side_by_side
+    from bapipe.units import format_bytes
+
+    if not alone:
+        raise BaPipeError("--beside shows two plans and nothing else; give no run, and no option but --out")
+    page = render_side_by_side([read_plan(plan_file), read_plan(other_file)])
+    write_text(out, page)
+    click.echo(f"wrote {out}, {format_bytes(len(page.encode()))}: open it in a browser")
 
 
 def _profile(plan: Plan, model: str | None) -> Profile | None:

@@ -13,6 +13,7 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.transport_names import TRANSPORTS
 from bapipe.torch.checkpoint.checkpoint_options import CHANGES, Saving
 from bapipe.torch.launch.run_options import RunOptions
+from bapipe.torch.runtime.engines import ENGINES
 
 __all__ = ["read_options", "run_command", "run_options"]
 
@@ -45,6 +46,13 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
             help="What the model's own make_batch makes, or scikit-learn's handwritten digits.",
         ),
         click.option(
+            "--engine",
+            type=click.Choice(ENGINES),
+            default=usual.engine,
+            show_default=True,
+            help="What runs the stages: BaPipe's own runtime, or torch.distributed.pipelining's.",
+        ),
+        click.option(
             "--transport",
             type=click.Choice(TRANSPORTS),
             default=usual.transport,
@@ -74,6 +82,11 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
             "--tensorboard",
             type=click.Path(file_okay=False, path_type=Path),
             help="Write every step's figures for TensorBoard.",
+        ),
+        click.option(
+            "--log",
+            multiple=True,
+            help="Where else they go: csv:FILE, tensorboard:FOLDER, wandb:PROJECT or package.module:function.",
         ),
         click.option(
             "--checkpoint",

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from bapipe.cli.completion import complete_simulated
 from bapipe.cli.options import renamed
 from bapipe.cli.values import Counts, Numbers, plain_number
 from bapipe.errors import BaPipeError
@@ -22,8 +23,9 @@ from bapipe.schedule.schedule_file import read_schedule, schedule_text
 from bapipe.schedule.v_order import quickest_v_order
 from bapipe.schedule.v_shape import V_SHAPED, v_placement
 from bapipe.schedule.validate import require_valid
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Network
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.summary import Summary, summarise
 from bapipe.simulator.timeline import Timeline
 
@@ -44,7 +46,7 @@ _LINKS = {
 
 
 @click.command("simulate")
-@click.argument("schedule")
+@click.argument("schedule", shell_complete=complete_simulated)
 @click.option("--stages", "-n", type=int, help="Number of stages N (accelerators, where one has several).")
 @renamed("--micro-batches", "-m", "microbatches", type=int, help="Micro-batches per global batch M.")
 @click.option("--forward", type=Numbers(), required=True, help="Forward time, one value or one per stage.")
@@ -53,7 +55,13 @@ _LINKS = {
 @click.option("--transfer-backward", type=Numbers(), help="The same for gradients.  [default: as --transfer]")
 @renamed("--in-flight", "caps", type=Counts(), help="In-flight micro-batches K per stage, for 1f1b and zb.")
 @click.option("--replicas", type=Counts(), help="Replicas per stage, such as 3,1.")
-@click.option("--virtual", type=int, default=2, show_default=True, help="Stages per accelerator (interleaved).")
+@click.option(
+    "--virtual",
+    type=Counts(),
+    default="2",
+    show_default=True,
+    help="Stages per accelerator (interleaved): of all, or of each, such as 2,2,1; then times are of every stage.",
+)
 @click.option(
     "--slots", default="table", show_default=True, help="fbp-as: lockstep slots of the paper's table, or static."
 )
@@ -130,7 +138,7 @@ def _sizes(options: dict[str, Any]) -> tuple[int, int]:
         raise BaPipeError(
             f"more than {_MOST_STAGES} accelerators cannot be simulated, got {ranks}; lower --stages"
         )
-    if stages > 0 and microbatches > 0 and stages * max(1, options["virtual"]) * microbatches > _MOST_FORWARDS:
+    if stages > 0 and microbatches > 0 and stages * max(1, *options["virtual"]) * microbatches > _MOST_FORWARDS:
         raise BaPipeError(
             f"{stages} stages with {microbatches} micro-batches are more than {_MOST_FORWARDS} forwards; lower one"
         )
@@ -162,7 +170,7 @@ def _schedule(name: str, options: dict[str, Any]) -> Schedule:
             microbatches,
             caps=options["caps"],
             replicas=options["replicas"],
-            virtual=options["virtual"],
+            virtual=options["virtual"][0] if len(options["virtual"]) == 1 else options["virtual"],
             slots=options["slots"],
         )
         if name in V_SHAPED:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 __all__ = ["Counts", "Numbers", "plain_number"]
 
+# Of click 8.1 the class takes no type argument.
+if TYPE_CHECKING:
+    _Floats = click.ParamType[tuple[float, ...]]
+    _Ints = click.ParamType[tuple[int, ...]]
+else:
+    _Floats = _Ints = click.ParamType
 
-class Numbers(click.ParamType[tuple[float, ...]]):
+
+class Numbers(_Floats):
     """One finite number or several, separated by commas."""
 
     name = "number[,number…]"
@@ -27,7 +34,7 @@ class Numbers(click.ParamType[tuple[float, ...]]):
         return numbers
 
 
-class Counts(click.ParamType[tuple[int, ...]]):
+class Counts(_Ints):
     """One whole number or several, separated by commas."""
 
     name = "count[,count…]"

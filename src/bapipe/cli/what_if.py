@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from bapipe.analysis.what_if import WhatIf, fpga_answers, gpu_answers, parse_sweep, sweep_cluster
+from bapipe.cli.completion import complete_cluster, complete_model, complete_schedule
 from bapipe.cli.fpga import read_cnn
 from bapipe.cli.options import PRECISION_HELP, renamed
 from bapipe.cli.values import plain_number
@@ -25,14 +26,15 @@ __all__ = ["what_if_command"]
 
 
 @click.command("what-if")
-@click.argument("model")
-@click.option("--cluster", required=True, help="TOML file, or a shorthand such as 4xvcu118 or 4xv100.")
+@click.argument("model", shell_complete=complete_model)
+@click.option("--cluster", required=True, shell_complete=complete_cluster,
+              help="TOML file, or a shorthand such as 4xvcu118 or 4xv100.")  # fmt: skip
 @click.option("--sweep", "sweeps", multiple=True, required=True, metavar="NAME=LOW..HIGH",
               help="Once or twice: link, memory, count, ddr, board.dsp, vcu118.ram…; or NAME=A,B,C.")  # fmt: skip
 @click.option("--points", type=int, default=7, show_default=True, help="Values from LOW to HIGH.")
 @renamed("--global-batch", "global_batch", type=int, help="Samples per optimizer step.  [default: as bapipe plan]")
 @renamed("--micro-batch", "microbatch", type=int, help="Micro-batch size.  [default: the best]")
-@click.option("--schedule", help="Only this schedule.")
+@click.option("--schedule", shell_complete=complete_schedule, help="Only this schedule.")
 @renamed("--precision", show_default="a profile's own, or fp32; fp16 on FPGAs", help=PRECISION_HELP)
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="An assumption of the FPGA model.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Draw it into this file.")

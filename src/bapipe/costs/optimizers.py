@@ -22,6 +22,7 @@ __all__ = [
     "OptimizerMemory",
     "OptimizerSpec",
     "find_optimizer",
+    "is_elementwise",
     "optimizer_text",
     "parse_optimizer",
     "same_step",
@@ -52,6 +53,24 @@ OPTIMIZERS = {
     "adamw": OptimizerMemory(state=2, workspace=1, steps_like=("adam",)),
 }
 """by the name that plans and profiles have for it"""
+
+
+_ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+"""classes of torch.optim that change an element by its own gradient and state alone"""
+_WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""those that look at all of a weight"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +154,15 @@ def same_step(text: str) -> tuple[str, ...]:
     return tuple(
         str(OptimizerSpec(name=name, options=spec.options, master_weights=spec.master_weights)) for name in others
     )
+
+
+def is_elementwise(text: str) -> bool | None:
+    """Whether the optimizer changes an element of a weight by that element's gradient and state alone, so that any
+    part of a weight can be stepped by itself; None: it is a class that is not known here."""
+    name = parse_optimizer(text).name
+    package, _, kind = name.partition(":")
+    if name.lower() in OPTIMIZERS:
+        return True
+    if package.split(".")[:2] == ["torch", "optim"]:
+        return True if kind in _ELEMENTWISE else False if kind in _WHOLE else None
+    return None

@@ -65,12 +65,17 @@ def rank_peaks(
     timeline: Timeline,
     needed: Sequence[StageBytes],
     *,
-    copies: float,
-    update_copies: float,
+    copies: float | Sequence[float],
+    update_copies: float | Sequence[float],
     phases_known: bool,
 ) -> list[PeakBytes]:
     """The peak of each rank; `copies` of what is trained are weights, gradients and optimizer state, and
-    `update_copies` those and the workspace of an optimizer step. Frozen weights are there once."""
+    `update_copies` those and the workspace of an optimizer step, of all stages or of each. Frozen weights are
+    there once."""
+    held, stepping = (
+        [float(item)] * len(needed) if isinstance(item, int | float) else list(item)
+        for item in (copies, update_copies)
+    )
     versions = schedule.weight_versions or (1,) * len(needed)
     sending, receiving = _messages(schedule, needed)
     parts = (
@@ -93,16 +98,16 @@ def rank_peaks(
         most = PeakBytes(
             weights=sum(needed[stage].static(versions[stage]) for stage in stages),
             gradients=trained,
-            optimizer=(copies - 2) * trained,
+            optimizer=sum((held[stage] - 2) * needed[stage].trained for stage in stages),
             activations=0.0,
             buffers=sent,
-            workspace=(update_copies - copies) * trained,
+            workspace=sum((stepping[stage] - held[stage]) * needed[stage].trained for stage in stages),
         )
         if follow[rank]:
             waiting = _waiting(timeline, rank, own, consumers, needed)
-            held = _followed(timeline, own, needed, change, besides, always=not schedule.flushes)
-            at = int((held.sum(axis=0) + waiting).argmax())
-            inflight, workspace, gradients = held[:, at].tolist()
+            followed = _followed(timeline, own, needed, change, besides, always=not schedule.flushes)
+            at = int((followed.sum(axis=0) + waiting).argmax())
+            inflight, workspace, gradients = followed[:, at].tolist()
             if inflight + workspace + gradients + float(waiting[at]) + casts > most.workspace:
                 # A first backward that needs less than the gradients it has yet to make.
                 gradients += trained + min(0.0, workspace)

@@ -10,7 +10,7 @@ from bapipe.costs.fields import COST_FIELDS, CostField, CostTable, Like
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
 
-__all__ = ["merge_profiles"]
+__all__ = ["merge_profiles", "require_same_model"]
 
 
 def merge_profiles(profiles: Sequence[Profile], *, replace_older: bool = False) -> Profile:
@@ -25,7 +25,7 @@ def merge_profiles(profiles: Sequence[Profile], *, replace_older: bool = False) 
     first = profiles[0]
     accelerators = dict(first.accelerators)
     for other in profiles[1:]:
-        _require_same_model(first, other)
+        require_same_model(first, other)
         for name, table in other.accelerators.items():
             known = accelerators.get(name)
             accelerators[name] = (
@@ -35,7 +35,8 @@ def merge_profiles(profiles: Sequence[Profile], *, replace_older: bool = False) 
     return replace(first, accelerators=accelerators, model=replace(first.model, fingerprint=fingerprint))
 
 
-def _require_same_model(first: Profile, other: Profile) -> None:
+def require_same_model(first: Profile, other: Profile) -> None:
+    """Refuse profiles of different models, precisions or kinds of layers."""
     names = f"{first.model.name} and {other.model.name}"
     one, two = first.model.fingerprint, other.model.fingerprint
     if one is not None and two is not None and one != two:

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from bapipe.costs.fields import COST_FIELDS, CostArrays
 from bapipe.costs.profile import Profile, ProfiledLayer
 
-__all__ = ["Chain", "Unit", "holds_all_weights", "make_chain"]
+__all__ = ["Chain", "Run", "Unit", "holds_all_weights", "make_chain"]
 
 Floats = NDArray[np.float64]
+Run = tuple[int, int]
+"""consecutive units, first and last, included"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,18 @@ class Chain(CostArrays):
     backward adds its own"""
     shared_weight_bytes: Floats
     """weights of the unit's whole layer where every part of it holds them all, else 0"""
+    tied_bytes: Floats
+    """weights of the unit that it shares with an earlier layer, which `weight_bytes` counts there, else 0"""
+    tied_to: NDArray[np.int64]
+    """that layer, -1 where there is none"""
     answered: NDArray[np.bool_]
     """whether a gradient comes back over a cut after the unit: not where nothing before it is trained"""
     sends_gradient: NDArray[np.bool_]
     """whether a stage that begins with the unit sends an input gradient back; a first stage does not"""
     source: str
     interpolated: bool
+    recompute: tuple[Run, ...] = ()
+    """runs of units that recompute, which the figures have in them (`bapipe.costs.recomputed_layers`)"""
 
     @property
     def passing(self) -> Floats:
@@ -146,6 +154,9 @@ def make_chain(
     shared = np.array([layer.weight_bytes if holds_all_weights(layer) else 0.0 for layer in profile.layers])
     weights = profile.weight_bytes[layers] * share
     found["trainable_bytes"] = np.where(np.isfinite(found["trainable_bytes"]), found["trainable_bytes"], weights)
+    places = {layer.name: index for index, layer in enumerate(profile.layers)}
+    tied = np.array([places.get(layer.shares_weights_with or "", -1) for layer in profile.layers])
+    each = np.array([layer.weight_bytes for layer in profile.layers])
     known = all(profile.table(name).trainable_bytes is not None for name in types)
     answered = (found["boundary_backward"] > 0) | (not known)
     return Chain(
@@ -159,6 +170,8 @@ def make_chain(
         resident_input=np.where(begun > 0, forward_in, 0.0),
         phases_known=all(cost.phases_known for cost in costs),
         shared_weight_bytes=shared[layers],
+        tied_bytes=np.where(tied >= 0, each, 0.0)[layers] * share,
+        tied_to=tied[layers],
         answered=answered,
         sends_gradient=np.concatenate([[False], answered[:-1]]),
         source=", ".join(dict.fromkeys(cost.source for cost in costs)),

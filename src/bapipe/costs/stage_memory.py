@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.costs.held_weights import copies_on_the_same_rank, held_weights
 from bapipe.costs.segments import Chain, Floats
 from bapipe.costs.stage_time import deferred_from, missing_shares
 from bapipe.schedule.actions import Schedule
@@ -28,8 +29,6 @@ __all__ = [
     "every_stage_bytes",
     "needed_beyond",
     "stage_bytes",
-    "stage_gradients",
-    "stage_weights",
     "stages_bytes",
 ]
 
@@ -46,7 +45,7 @@ class HeldBytes(Generic[Amount]):
     """What a stage holds, its schedule apart; gradients and optimizer state are copies of its trained weights."""
 
     weights: Amount
-    """all of a layer of which it has some time steps"""
+    """all of a layer of which it has some time steps, and a copy of what it shares with another stage"""
     trained: Amount
     """of these, the ones that have a gradient and optimizer state; the others are frozen"""
     casts: Amount
@@ -113,9 +112,10 @@ class StageBytes(HeldBytes[float]):
 class UnitBytes:
     """What each unit holds, one entry per unit: the coarser rule, of sums over units.
 
-    An approximation of `stage_bytes`: it leaves out what a stage keeps of what it sends, and what it holds on top
-    at an end inside a layer; it takes the largest unit's workspace to come on top of all activations, and two of
-    the largest messages to be under way, as far as those are little.
+    An approximation of `stage_bytes`: it leaves out what a stage keeps of what it sends, what it holds on top at
+    an end inside a layer, and copies of weights that it shares with another stage; it takes the largest unit's
+    workspace to come on top of all activations, and two of the largest messages to be under way, as far as those
+    are little.
     """
 
     weights: Floats
@@ -199,19 +199,16 @@ def _from_first(chain: Chain, first: int, *, parted: bool) -> tuple[HeldBytes[Fl
 
 
 def stages_bytes(chain: Chain, spans: Sequence[tuple[int, int]], schedule: Schedule) -> list[StageBytes]:
-    """Of each stage's units, first and last, under this schedule."""
+    """Of each stage's units, first and last, under this schedule.
+
+    Stages of one rank have one copy of the weights that they share, which counts where it stands first.
+    """
     parted = schedule.parted_stages()
-    return [stage_bytes(chain, *span, parted=index in parted) for index, span in enumerate(spans)]
-
-
-def stage_weights(chain: Chain, first: int, last: int) -> float:
-    """Of the units `first` to `last`, included: one copy."""
-    return float(_weights(chain, chain.weight_bytes, first, last)[-1])
-
-
-def stage_gradients(chain: Chain, first: int, last: int) -> float:
-    """Bytes of the gradients of the units `first` to `last`, included: of what is trained."""
-    return float(_weights(chain, chain.trainable_bytes, first, last)[-1])
+    found = [stage_bytes(chain, *span, parted=index in parted) for index, span in enumerate(spans)]
+    for index, less in copies_on_the_same_rank(chain, spans, schedule.placement).items():
+        held = {name: getattr(found[index], name) - bytes_ for name, bytes_ in less.items()}
+        found[index] = replace(found[index], **held)
+    return found
 
 
 def every_run_bytes(chain: Chain) -> HeldBytes[Floats]:
@@ -276,11 +273,11 @@ def _by_last(
         saved_activations += resident if parted else np.minimum(resident, chain.kept_input[first])
     if first and not parted:
         saved_activations -= chain.saved_before[first]
-    spaces = _workspaces(chain, units, first, end, ("unit_workspace", *phases))
+    spaces = _workspaces(chain, units, first, end, ("unit_workspace", *phases), parted=parted)
     held = HeldBytes(
-        weights=_weights(chain, units.weights, first, end),
-        trained=_weights(chain, units.trained, first, end),
-        casts=_weights(chain, units.casts, first, end),
+        weights=held_weights(chain, units.weights, first, end),
+        trained=held_weights(chain, units.trained, first, end),
+        casts=held_weights(chain, units.casts, first, end),
         saved_activations=saved_activations,
         delayed=_delayed(chain, units, first, end) if chain.sends_gradient[first] else saved + returned,
         kept=np.full(1, units.inputs[first]),
@@ -288,16 +285,6 @@ def _by_last(
         workspace=spaces["unit_workspace"],
     )
     return held, spaces
-
-
-def _weights(chain: Chain, each: Floats, first: int, end: int) -> Floats:
-    """Bytes that go with the weights, by last unit: `each` unit's, and the rest of a layer of which every part
-    holds all weights."""
-    before, after = missing_shares(chain)
-    own, weights = slice(first, end + 1), chain.weight_bytes
-    shared = chain.shared_weight_bytes * np.divide(each, weights, out=np.zeros_like(each), where=weights > 0)
-    more = before[first] * shared[first] + after[own] * shared[own]
-    return np.asarray(np.cumsum(each[own]) + more, dtype=np.float64)
 
 
 def _passed_on(chain: Chain, first: int, end: int) -> Floats:
@@ -363,13 +350,16 @@ def needed_beyond(needed: Floats, held: Floats, layers: Ints, common: Floats) ->
     return np.asarray(most - held, dtype=np.float64)
 
 
-def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Sequence[str]) -> dict[str, Floats]:
+def _workspaces(
+    chain: Chain, units: UnitBytes, first: int, end: int, kinds: Sequence[str], *, parted: bool
+) -> dict[str, Floats]:
     """By last unit, most of what a layer needs beyond all saved activations, and what libraries keep: of these
     kinds, and of backwards and weight gradients that make the gradients, which all count as being there.
 
     What the last layer sends, or the error for it, is part of what it needs, and counts as a message already.
     Deferred weight gradients find all there that they need, and make no input gradients; but a stage that sends no
-    input gradient, as the first, defers its whole backward.
+    input gradient, as the first, defers its whole backward. Of units that recompute, what waits for their weight
+    gradients is not among their saved activations: where backwards are `parted` it is there besides.
     """
     own, begins = slice(first, end + 1), chain.units[first].start > 0
     layers, held = _columns(chain, own)[0], np.cumsum(units.saved_activations[own])
@@ -380,6 +370,9 @@ def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Seq
         return values[own] - np.where(layers == layers[0], values[first - 1], 0.0) if begins else values[own]
 
     rows = {kind: needed(kind) for kind in kinds if kind != "weight_workspace"}
+    waiting = _waiting_besides(chain)[own].cumsum() if parted and chain.sends_gradient[first] else None
+    if waiting is not None:
+        rows |= {kind: rows[kind] - waiting for kind in rows if kind != "forward_workspace"}
     if "weight_workspace" in kinds:
         gradients = np.cumsum(units.trained[own])
         rows["first_backward_workspace"] = rows["backward_workspace"] - gradients
@@ -388,6 +381,8 @@ def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Seq
             rows, needed_beyond(np.stack(list(rows.values())), held, layers, _in_messages(chain)[own]), strict=True
         )
     )
+    if waiting is not None:
+        found |= {kind: found[kind] + waiting for kind in found if kind != "forward_workspace"}
     if "weight_workspace" in kinds:
         later = needed("weight_workspace")
         both = (found["backward_workspace"], found["first_backward_workspace"])
@@ -398,6 +393,15 @@ def _workspaces(chain: Chain, units: UnitBytes, first: int, end: int, kinds: Seq
         name: (values if name.startswith("first") else np.maximum(0.0, values)) + library
         for name, values in found.items()
     }
+
+
+@functools.lru_cache(maxsize=16)
+def _waiting_besides(chain: Chain) -> Floats:
+    """Per unit, bytes that wait for its weight gradients and are not among its saved activations."""
+    again = np.zeros(len(chain))
+    for first, last in chain.recompute:
+        again[first : last + 1] = 1.0
+    return np.asarray(again * chain.delayed, dtype=np.float64)
 
 
 @functools.lru_cache(maxsize=16)

@@ -22,6 +22,7 @@ __all__ = [
     "require_pipeline",
     "same_order",
     "torch_order",
+    "without_extras",
 ]
 
 _ENGINES_NAMES = {"1f1b-sno": "1F1B", "interleaved": "interleaved 1F1B"}
@@ -39,7 +40,7 @@ class Feature(enum.Enum):
     REPLICAS = "replicas of the whole pipeline"
     UNEVEN_REPLICAS = "uneven replicas"
     SPLIT_LAYERS = "split layers"
-    RECOMPUTATION = "activation checkpointing per stage"
+    RECOMPUTATION = "activation checkpointing"
     TIED = "tied weights between stages"
     SHORT_BATCH = "short last micro-batch"
     MIXED_PRECISION = "mixed precision"
@@ -71,11 +72,15 @@ def replicas_of(plan: Plan) -> int | None:
 
 def torch_order(plan: Plan) -> Schedule:
     """The order without what torch's engine adds by itself: recomputation, gradient sync, optimizer step."""
-    schedule = plan.schedule.to_schedule()
-    return replace(schedule, lanes=tuple(_without_extras(lane) for lane in schedule.lanes))
+    return without_extras(plan.schedule.to_schedule())
 
 
-def _without_extras(lane: Lane) -> Lane:
+def without_extras(schedule: Schedule) -> Schedule:
+    """An order without recomputation, gradient sync and optimizer step."""
+    return replace(schedule, lanes=tuple(_computing(lane) for lane in schedule.lanes))
+
+
+def _computing(lane: Lane) -> Lane:
     kept = ~np.isin(lane.kinds, (Kind.R, Kind.A, Kind.U))
     return Lane(lane.rank, lane.kinds[kept], lane.stages[kept], lane.microbatches[kept], lane.name)
 
@@ -140,8 +145,12 @@ def features_of(plan: Plan, *, moved: tuple[str, ...] = (), own_order: str | Non
         layers = ", ".join(dict.fromkeys(split))
         found[Feature.SPLIT_LAYERS] = f"layers {layers} are split between stages by channels"
     again = [str(index) for index, stage in enumerate(plan.stages) if stage.recompute]
-    if again:
-        found[Feature.RECOMPUTATION] = f"stages {', '.join(again)} recompute their forward"
+    runs = [f"{run.first}-{run.last}" for stage in plan.stages for run in stage.recompute_layers]
+    if again or runs:
+        whole = [f"stages {', '.join(again)} recompute their forward"] if again else []
+        found[Feature.RECOMPUTATION] = ", ".join(
+            whole + [f"layers {', '.join(runs)} recompute theirs"][: len(runs)]
+        )
     tied = [(index, name) for index, stage in enumerate(plan.stages) for name in stage.tied]
     if tied:
         shared = "; ".join(f"stage {index} shares weights of '{name}'" for index, name in tied)

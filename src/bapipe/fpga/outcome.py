@@ -11,10 +11,11 @@ from bapipe.fpga.parking import Parked, park
 from bapipe.fpga.schedule_rules import Rule
 from bapipe.fpga.stage_sizing import StageLoad, load_stage
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import network_of
+from bapipe.planner.plan_network import network_of
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import with_update
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline
 
 __all__ = ["Crossing", "Outcome", "costs_of", "dimension", "simulated"]

@@ -22,7 +22,7 @@ from bapipe.fpga.cut_places import Units
 from bapipe.fpga.placement import ddr_seconds, spill, update_seconds
 from bapipe.fpga.stage_sizing import compute_seconds
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import all_reduce_time
+from bapipe.planner.gradient_rings import all_reduce_time
 
 __all__ = ["DP_VARIANTS", "DataParallel", "Replica", "data_parallel"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -246,6 +246,12 @@ class Cluster:
                 level if level.link is None else replace(level, link=changed(level.link)) for level in self.levels
             ),
         )
+
+    def part(self, accelerators: Sequence[Accelerator]) -> Cluster:
+        """The same network with these accelerators alone, and of its pairs those among them."""
+        stay = {accelerator.name for accelerator in accelerators}
+        pairs = {key: link for key, link in self.pairs.items() if stay.issuperset(key.split(" - "))}
+        return replace(self, accelerators=tuple(accelerators), pairs=pairs)
 
     def connected(self, first: int, second: int) -> bool:
         return self.topology == "full" or abs(first - second) == 1

@@ -9,12 +9,25 @@ from typing import Literal
 from bapipe.costs.optimizers import same_step
 from bapipe.costs.peak_memory import message_bytes
 from bapipe.costs.profile import ProfiledLayer
+from bapipe.costs.recomputed_layers import repeated_forward
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_time import stage_seconds
-from bapipe.planner.evaluate import Evaluation, as_run, replica_rows
+from bapipe.planner.candidate import as_run
+from bapipe.planner.candidate_costs import replica_rows
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.idle_accelerators import idle_note
 from bapipe.planner.search import Exploration
-from bapipe.records.plan import Alternative, LayerPart, MemoryParts, Plan, PlanReplica, PlanStage, Prediction
+from bapipe.planner.sharded_costs import units_of
+from bapipe.records.plan import (
+    Alternative,
+    LayerPart,
+    LayerRun,
+    MemoryParts,
+    Plan,
+    PlanReplica,
+    PlanStage,
+    Prediction,
+)
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.units import format_bytes, format_seconds
 
@@ -53,7 +66,18 @@ def make_plan(found: Exploration) -> Plan:
         alternatives=_alternatives(found),
         notes=_notes(found),
         compiled=found.profile.compiled or found.request.compiled,
+        zero_stage=int(best.candidate.zero),
+        engine=best.candidate.engine,
+        units=_units(best),
     )
+
+
+def _units(best: Evaluation) -> tuple[str, ...]:
+    """Modules that FSDP2 shards as one each, where the profile knows the model's modules."""
+    chain = best.candidate.chain
+    if best.candidate.engine != "fsdp" or not any(layer.modules for layer in chain.profile.layers):
+        return ()
+    return tuple(name for name, _ in units_of(chain) if name is not None)
 
 
 def _range(found: Exploration, evaluation: Evaluation) -> tuple[float, float] | tuple[None, None]:
@@ -88,6 +112,8 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 tied=_tied(layers),
                 fractions=_fractions(chain, choice.first, choice.last),
                 recompute=choice.recompute,
+                recompute_layers=_recompute_layers(chain, choice.first, choice.last),
+                repeated_forward=_repeated_forward(best, index),
                 forward=best.costs.forward[index],
                 backward=best.costs.backward[index],
                 weight_gradient=float(seconds.weight_gradient[index]),
@@ -112,6 +138,22 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
             )
         )
     return tuple(stages)
+
+
+def _recompute_layers(chain: Chain, first: int, last: int) -> tuple[LayerRun, ...]:
+    """The runs of a stage's layers that recompute; they are whole layers."""
+    return tuple(
+        LayerRun(first=chain.units[begin].layer, last=chain.units[end].layer)
+        for begin, end in chain.recompute
+        if first <= begin and end <= last
+    )
+
+
+def _repeated_forward(best: Evaluation, index: int) -> float:
+    """On the slowest of the stage's replicas."""
+    seconds, chain, choice = best.stage_seconds, best.candidate.chain, best.candidate.stages[index]
+    rows = seconds.rows if seconds.on is None else seconds.rows[seconds.on[:, index]]
+    return max(repeated_forward(chain, choice.first, choice.last, int(row)) for row in rows)
 
 
 def _replicas(best: Evaluation, index: int, found: Exploration) -> tuple[PlanReplica, ...] | None:
@@ -181,6 +223,8 @@ def _alternatives(found: Exploration) -> tuple[Alternative, ...]:
         else:
             slower, more = best.throughput / evaluation.throughput - 1, fullest - max(best.memory)
             why = f"{format_bytes(more)} more" if abs(slower) < as_fast and more > 0 else _cause(evaluation)
+            if evaluation.candidate.engine != "bapipe" and slower <= -as_fast:
+                why = f"--strategy {evaluation.candidate.engine} takes it; {why}"
             level = found.outlook is not None and found.outlook.within_error(evaluation, best)
             pace = "within error of the best" if level else _pace(slower, as_fast)
             low, high = _range(found, evaluation)
@@ -218,6 +262,10 @@ def _pace(slower: float, as_fast: float) -> str:
 
 def _cause(evaluation: Evaluation) -> str:
     """What most of the time beyond work goes to."""
+    if evaluation.candidate.engine == "fsdp":
+        seconds, costs = evaluation.stage_seconds, evaluation.costs
+        sent = costs.forward[0] + costs.backward[0] - float(seconds.forward[0] + seconds.backward[0])
+        return f"waits {format_seconds(max(0.0, sent))} a micro-batch for weights and gradients"
     exposed = max(evaluation.timeline.exposed_communication())
     reduce = max(evaluation.costs.all_reduce)
     parts = {
@@ -242,6 +290,8 @@ def _notes(found: Exploration) -> tuple[str, ...]:
             f"{format_bytes(trained)} of {format_bytes(weights)} of weights are trained: the rest is frozen, with "
             "no gradients, optimizer state or gradient sync"
         )
+    if chain.recompute:
+        notes.append(_recomputed(found.best))
     idle = idle_note(found.best, found.considered, found.hardware, found.request)
     if idle is not None:
         notes.append(idle)
@@ -286,6 +336,19 @@ def _notes(found: Exploration) -> tuple[str, ...]:
     if found.request.space == "paper":
         notes.append("space of the paper: N stages without replicas, or data parallelism without accumulation")
     return tuple(notes)
+
+
+def _recomputed(best: Evaluation) -> str:
+    """Which layers recompute, and what that costs."""
+    chain = best.candidate.chain
+    layers = [(chain.units[first].layer, chain.units[last].layer) for first, last in chain.recompute]
+    named = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in layers)
+    most = max(range(len(best.candidate.stages)), key=lambda stage: _repeated_forward(best, stage))
+    seconds = _repeated_forward(best, most)
+    return (
+        f"layers {named} recompute: each run keeps only its input and repeats its forward in the backward, "
+        f"{format_seconds(seconds)} of {format_seconds(best.costs.backward[most])} on stage {most}"
+    )
 
 
 def _searched(left_out: float, as_fast: float) -> str:

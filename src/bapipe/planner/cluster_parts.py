@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import Candidate
+from bapipe.planner.candidate import Candidate
 from bapipe.planner.hybrids import REPLICATED
 from bapipe.planner.state import SearchState
 
@@ -35,7 +35,7 @@ class Part:
 
     copies: int
     cluster: Cluster
-    """the accelerators of the first part, with the links of all"""
+    """the accelerators of the first part, with the links among them"""
     apart: tuple[tuple[int, ...], ...]
     """for each of them its place in the whole cluster in every part, parts next to each other"""
     near: tuple[tuple[int, ...], ...]
@@ -77,7 +77,7 @@ def _part(cluster: Cluster, copies: int, shares: list[tuple[list[int], int]]) ->
     first = tuple(cluster.accelerators[apart[0]] for apart, _ in rows)
     return Part(
         copies=copies,
-        cluster=replace(cluster, accelerators=first),
+        cluster=cluster.part(first),
         apart=tuple(apart for apart, _ in rows),
         near=tuple(near for _, near in rows),
     )

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain
+from bapipe.planner.candidate import Candidate, unreplicated
 from bapipe.planner.dealt_cases import dealt_orders
 from bapipe.planner.effort import Effort
-from bapipe.planner.evaluate import Candidate, Evaluation, evaluate, unreplicated
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.lightest_cuts import balanced_fitting_cuts, lightest_cuts
 from bapipe.planner.order_space import DATA_PARALLEL, OrderSpace, order_spaces
 from bapipe.planner.placements import accelerator_orders, replica_counts
@@ -262,10 +263,11 @@ class CutSearch:
         return found
 
     def fit(self, chain: Chain) -> None:
-        """Add pipelines whose cuts go by what every stage really holds, whatever effort is left.
+        """Add pipelines whose cuts go by what every stage really holds.
 
         The best balanced and the lightest of every depth, with the usual in-flight counts and with the least, and
-        where the schedule may, with recomputation.
+        where the schedule may, with recomputation. Whatever effort is left, but where something fits only as far
+        as it goes, and what may be faster.
         """
         state = self._state
         microbatches, tables = state.global_batch // chain.microbatch, self.tables(chain)
@@ -276,14 +278,21 @@ class CutSearch:
         for space, depth in itertools.product(
             spaces if thorough else spaces[:1], depths if thorough else depths[:1]
         ):
+            if self.best is not None and (self.spent or state.perfect_time(chain, depth) >= self.best.time):
+                continue
             counts = (1,) * depth
             orders = list(space.usual(counts, microbatches))[0 if thorough else -1 :]
             if space.chooses:
                 orders += space.of(counts, microbatches, counts)
-            if space.recompute or space.name == "gpipe":
+            if space.recompute or (space.name == "gpipe" and state.request.whole_stages):
                 orders += [replace(order, recompute=tuple(range(depth))) for order in orders]
             placed = accelerator_orders(state.cluster, depth, most=state.tuning.type_orders)
-            for order, taken in itertools.product(orders, placed or [tuple(range(depth))]):
+            # What fits goes by types alone.
+            kinds = {
+                tuple(state.cluster.accelerators[index].type for index in taken): taken
+                for taken in reversed(placed or [tuple(range(depth))])
+            }
+            for order, taken in itertools.product(orders, reversed(kinds.values())):
                 cut = (
                     balanced_fitting_cuts(tables, state.hardware, taken, order),
                     lightest_cuts(tables, state.hardware, taken, order),
@@ -292,8 +301,8 @@ class CutSearch:
                     if any(last <= first for first, last in itertools.pairwise((-1, *cuts))):
                         continue
                     cases = self.cases(chain, counts, np.array([cuts]), np.array([taken]))
-                    candidate = cases.candidate(0, order, _label(space, order))
-                    self.offer(candidate)
+                    if self.best is None or cases.bound(order)[0] < self.pace * state.global_batch:
+                        self.offer(cases.candidate(0, order, _label(space, order)))
 
     def offer(self, candidate: Candidate) -> None:
         """Simulate a candidate unless it was already, and keep it if it is the best of all."""
@@ -336,16 +345,26 @@ class CutSearch:
             if again and self.misses:
                 self._steps = max(self._steps, tuning.recompute_share * self._effort.steps)
             for shape in shapes:
-                counts, microbatches = shape.cases.counts, shape.cases.microbatches
                 if shape.soonest >= self.pace or (again and not (shape.space.recompute and self.misses)):
                     continue
-                if shape.space.size(counts, microbatches) > self._effort.more * tuning.search_orders:
+                if self._too_many(shape):
                     self.open = min(self.open, shape.soonest)
                     continue
                 self.report(shape.soonest)
-                if not all(self._every_order(shape, own) for own in (_subsets(len(counts)) if again else ((),))):
+                if not all(
+                    self._every_order(shape, own)
+                    for own in (_subsets(len(shape.cases.counts)) if again else ((),))
+                ):
                     self.open = min(self.open, shape.soonest)
                     break
+
+    def too_many(self, shapes: Sequence[Shape]) -> bool:
+        """Whether a shape that may be faster than the best has more orders than `sweep` tries."""
+        return any(self._too_many(shape) for shape in shapes if shape.soonest < self.pace)
+
+    def _too_many(self, shape: Shape) -> bool:
+        orders = shape.space.size(shape.cases.counts, shape.cases.microbatches)
+        return orders > self._effort.more * self._state.tuning.search_orders
 
     def _every_order(self, shape: Shape, recompute: tuple[int, ...]) -> bool:
         """Try all orders of a shape; False where the effort does not reach to the last.

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import stage_seconds
-from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.candidate_costs import DDP_BUCKET
+from bapipe.planner.gradient_rings import all_reduce_time
 from bapipe.planner.stage_dealing import dealing_by_speed, dealt_words
 from bapipe.schedule.generators import capped
 

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from bapipe.planner.candidate import Candidate
 from bapipe.planner.cut_search import CutSearch
-from bapipe.planner.evaluate import Candidate, Evaluation
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.stage_dealing import dealt_words
 from bapipe.planner.state import SearchState
 from bapipe.schedule.dealing import Dealing, shortest_dealing, takers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bapipe.costs.segments import Chain
 from bapipe.errors import InfeasibleError
-from bapipe.planner.evaluate import StageChoice
+from bapipe.planner.candidate import StageChoice
 from bapipe.planner.intra_layer_cuts import refined, split_stages, splits_everywhere
 from bapipe.planner.partition.paper.intra_layer import refine
 from bapipe.planner.pipelines import Family, optimal, require_layers

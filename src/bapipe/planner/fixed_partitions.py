@@ -10,7 +10,7 @@ from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import UnitBytes, stage_bytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster, Link
-from bapipe.planner.evaluate import Candidate, Hardware, StageChoice
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.partition import baselines
 from bapipe.planner.partition.paper.balanced import Balanced, balanced_partition
 from bapipe.planner.partition.paper.stage_cuts import Cuts

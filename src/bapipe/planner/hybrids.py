@@ -12,12 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from bapipe.costs.held_weights import stage_gradients
 from bapipe.costs.segments import Chain
-from bapipe.costs.stage_memory import stage_gradients
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time, seconds_of
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.candidate_costs import seconds_of
 from bapipe.planner.fixed_partitions import dealt_stages
+from bapipe.planner.gradient_rings import all_reduce_time
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.replicas import replicated_pipelines
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bapipe.planner.evaluate import Candidate, Evaluation, Hardware
+from bapipe.planner.candidate import Candidate, Hardware
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.incumbents import rank
 from bapipe.planner.request import Request
 from bapipe.units import format_bytes, format_seconds

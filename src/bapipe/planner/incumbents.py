@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bapipe.planner.evaluate import Candidate, Evaluation, StageChoice
+from bapipe.planner.candidate import Candidate, StageChoice
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
 __all__ = ["Incumbents", "lightest", "rank"]
@@ -41,8 +42,9 @@ class Incumbents:
     def is_new(self, candidate: Candidate) -> bool:
         """Whether these stages were not yet timed under this schedule; several strategies often agree."""
         schedule = candidate.schedule
-        own = (candidate.stages, schedule.name, schedule.caps, schedule.dealing, candidate.copies)
-        key = (candidate.chain.units, candidate.chain.microbatch, *own)
+        how = (candidate.copies, candidate.zero, candidate.engine)
+        own = (candidate.stages, schedule.name, schedule.caps, schedule.dealing, *how)
+        key = (candidate.chain.units, candidate.chain.microbatch, candidate.chain.recompute, *own)
         new = key not in self._seen
         self._seen.add(key)
         return new

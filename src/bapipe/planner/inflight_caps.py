@@ -11,11 +11,14 @@ import numpy as np
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import stage_bytes
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
-from bapipe.planner.evaluate import Hardware, StageChoice
+from bapipe.planner.candidate import Hardware, StageChoice
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.inflight import full_overlap_caps, never_rising, stage_caps, weight_gradient_delays
 
 __all__ = ["InflightBytes", "inflight_bytes", "least_caps", "weight_delays"]
+
+_MANY = 2**30
+"""micro-batches: no bound"""
 
 
 def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, hardware: Hardware) -> list[int]:
@@ -49,7 +52,7 @@ def least_caps(chain: Chain, stages: Sequence[StageChoice], microbatches: int, h
 def _most_inflight(chain: Chain, stage: StageChoice, hardware: Hardware) -> int:
     """Micro-batches that one replica of the stage has memory for, beside its weights."""
     found = inflight_bytes(chain, stage, hardware)
-    return 2**30 if found.each <= 0 else max(0, int(found.room // found.each))
+    return _MANY if found.each <= 0 else int(max(0.0, min(_MANY, found.room // found.each)))
 
 
 def weight_delays(
@@ -70,7 +73,8 @@ def weight_delays(
         wanted = delay if worth else 0
         found = inflight_bytes(chain, stage, hardware)
         spare = found.room - cap * found.each
-        delays.append(min(wanted, max(0, int(spare // found.delayed)) if found.delayed > 0 else wanted))
+        room = wanted if found.delayed <= 0 else int(max(0.0, min(wanted, spare // found.delayed)))
+        delays.append(room)
     return delays
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from bapipe.costs.profile import Profile
 from bapipe.costs.resolve_model import load_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster, is_fpga_cluster
 from bapipe.hardware.cluster_file import read_cluster, with_link_bandwidth, with_memory_limit
-from bapipe.models.builtin import builtin_model
+from bapipe.models.builtin import Argument, builtin_model
 from bapipe.models.layer_table import read_layer_table
 from bapipe.models.layers import Model
 from bapipe.models.model_spec import parse_model_spec
@@ -55,11 +57,17 @@ def layers_for_fpgas(model: str) -> Model:
 
 
 def profile_for(
-    model: str, cluster: Cluster, *, microbatch: int | None, precision: str | None, batch: int | None = None
+    model: str,
+    cluster: Cluster,
+    *,
+    microbatch: int | None,
+    precision: str | None,
+    batch: int | None = None,
+    args: Mapping[str, Argument] | None = None,
 ) -> Profile:
     """The profile of what `model` names on this cluster: where it is computed, at powers of two up to 128.
 
-    A forced micro-batch is among the sizes. `precision` and `batch` are as in
+    A forced micro-batch is among the sizes. `precision`, `batch` and `args` are as in
     `bapipe.costs.resolve_model.load_profile`. The nodes of a branched graph are put in the row that pipelines over
     this cluster are cut best from.
     """
@@ -71,5 +79,6 @@ def profile_for(
         precision=precision,
         microbatches=sorted(sizes),
         batch=batch,
+        args=args,
         pipeline=(len(cluster), cluster.stage_links[0].bandwidth),
     )

@@ -22,7 +22,7 @@ from bapipe.costs.stage_memory import every_run_bytes
 from bapipe.costs.stage_time import UnitSeconds, every_run
 from bapipe.errors import InfeasibleError
 from bapipe.hardware.cluster import Link
-from bapipe.planner.evaluate import Hardware, StageChoice
+from bapipe.planner.candidate import Hardware, StageChoice
 from bapipe.planner.partition.paper.intra_layer import refine
 from bapipe.planner.partition.paper.stage_cuts import starts
 from bapipe.planner.pipelines import Family, optimal, unreplicated_stages

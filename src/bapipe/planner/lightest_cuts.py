@@ -6,16 +6,18 @@ where it begins and ends, which the tables here know.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.evaluate import Hardware
+from bapipe.costs.recomputed_layers import run_inputs
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.stage_tables import StageTables
 
-__all__ = ["balanced_fitting_cuts", "lightest_cuts"]
+__all__ = ["balanced_fitting_cuts", "balanced_recomputing_cuts", "lightest_cuts"]
 
 Floats = NDArray[np.float64]
 Cuts = tuple[int, ...]
@@ -40,6 +42,35 @@ def balanced_fitting_cuts(
     firsts = (0, *(cut + 1 for cut in found[:-1]))
     fits = all(np.isfinite(cost[first, cut]) for cost, first, cut in zip(costs, firsts, found, strict=True))
     return found if fits else None
+
+
+def balanced_recomputing_cuts(
+    tables: StageTables, hardware: Hardware, accelerators: Sequence[int], order: PlannedOrder
+) -> tuple[float, Cuts] | None:
+    """The same, with as much forward time repeated as memory asks for, such that the longest is shortest; and how
+    long that is, its micro-batches together. None where none fit.
+
+    What a stage repeats is estimated: layers are taken to be alike, each by itself. `accelerators` has the first
+    of each stage's.
+    """
+    chain, costs = tables.chain, []
+    kept = np.minimum(chain.saved_activations, run_inputs(chain))
+    sums = np.concatenate([[0.0], np.cumsum(chain.saved_activations - kept)])
+    spared = np.maximum(0.0, sums[None, 1:] - sums[:-1, None])
+    rows = [chain.row(hardware.cluster.type_of(index).name) for index in accelerators]
+    for stage, (need, work) in enumerate(_stages(tables, hardware, accelerators, order)):
+        count = min(order.inflight[stage], order.microbatches)
+        lacking = np.maximum(0.0, need)
+        share = np.divide(lacking, count * spared, out=np.full_like(need, np.inf), where=spared > 0)
+        share = np.where(lacking > 0, share, 0.0)
+        forward = tables.seconds(frozenset({rows[stage]})).forward
+        repeated = work + np.where(share <= 1, share, 0.0) * forward
+        costs.append(np.where(share <= 1, max(order.taken(stage)) * repeated, np.inf))
+    found = _least_worst(costs)
+    firsts = (0, *(cut + 1 for cut in found[:-1]))
+    worst = max(float(cost[first, cut]) for cost, first, cut in zip(costs, firsts, found, strict=True))
+    rising = all(before < after for before, after in itertools.pairwise((-1, *found)))
+    return (worst, found) if rising and np.isfinite(worst) else None
 
 
 def _stages(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import StageChoice
+from bapipe.planner.candidate import StageChoice
 
 __all__ = ["moved_cuts", "other_shapes", "swapped_orders"]
 
@@ -29,10 +29,10 @@ def moved_cuts(cuts: Cuts, *, most: int) -> list[Cuts]:
     steps = [step for step in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if step <= widest]
     for step in steps:
         for first, last in itertools.combinations_with_replacement(range(len(cuts) - 1), 2):
+            before, moved, after = cuts[:first], cuts[first : last + 1], cuts[last + 1 :]
             for by in (-step, step):
-                trial = tuple(cut + by if first <= index <= last else cut for index, cut in enumerate(cuts))
-                if all(before < after for before, after in itertools.pairwise((-1, *trial))):
-                    found[trial] = None
+                if (before[-1] if before else -1) < moved[0] + by and moved[-1] + by < after[0]:
+                    found[(*before, *(cut + by for cut in moved), *after)] = None
         if len(found) > most:
             break
     return list(found)[:most]

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from bapipe.costs.recomputed_layers import crosses_runs
 from bapipe.errors import InfeasibleError
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import Candidate, Evaluation, StageChoice, evaluate, unreplicated
+from bapipe.planner.candidate import Candidate, StageChoice, unreplicated
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.incumbents import rank
 from bapipe.planner.order_search import orders_under, takes_orders, timed_plans
-from bapipe.planner.pipelines import FAMILIES, build, optimal, with_cuts
+from bapipe.planner.pipelines import FAMILIES, build, optimal, permitted, with_cuts
 from bapipe.planner.scenarios import Scenarios
 from bapipe.planner.state import SearchState
 
@@ -29,7 +31,8 @@ def moved_candidates(candidate: Candidate, cluster: Cluster) -> Iterator[Candida
     stages, cuts = candidate.stages, [stage.last for stage in candidate.stages]
     for index, by in itertools.product(range(len(cuts) - 1), (-1, 1)):
         trial = [*cuts[:index], cuts[index] + by, *cuts[index + 1 :]]
-        if all(before < after for before, after in itertools.pairwise([-1, *trial])):
+        possible = all(before < after for before, after in itertools.pairwise([-1, *trial]))
+        if possible and not crosses_runs(candidate.chain, trial):
             yield replace(candidate, stages=with_cuts(stages, trial), steps=())
     mixed = bool(cluster.pairs) or cluster.between is not None or bool(cluster.levels)
     if not mixed or cluster.topology == "chain" or candidate.schedule.num_ranks != len(stages):
@@ -54,13 +57,14 @@ def other_orders(state: SearchState, near: Sequence[Evaluation]) -> list[Evaluat
     kinds = [item.type for item in cluster.accelerators]
     if cluster.topology == "chain" or len(set(kinds)) < 2 or not starts or request.strategy != "exact":
         return []
-    families = [family for name, family in FAMILIES.items() if name in _schedules(state, starts)]
+    wanted = _schedules(state, starts)
+    families = permitted({name: family for name, family in FAMILIES.items() if name in wanted}, request)
     found: list[Evaluation] = []
     for size in dict.fromkeys(own.candidate.chain.microbatch for own in starts):
         chain, microbatches = state.chain(size), state.global_batch // size
         rows = [chain.row(kind) for kind in kinds]
         depth = request.stages or min(len(cluster), len(chain))
-        for order, family in itertools.product(_type_orders(rows, tuning.type_orders), families):
+        for order, family in itertools.product(_type_orders(rows, tuning.type_orders), families.values()):
             try:
                 stages = optimal(
                     chain, state.hardware, family, microbatches, num_stages=depth, order=order, tuning=tuning

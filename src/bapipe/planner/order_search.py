@@ -13,17 +13,11 @@ from dataclasses import replace
 from typing import Literal
 
 from bapipe.costs.segments import Chain
-from bapipe.planner.evaluate import (
-    Candidate,
-    Evaluation,
-    Hardware,
-    StageChoice,
-    evaluate,
-    stage_costs,
-    unreplicated,
-)
-from bapipe.planner.inflight_caps import inflight_bytes, least_caps
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice, unreplicated
+from bapipe.planner.evaluate import Evaluation, evaluate
+from bapipe.planner.inflight_caps import least_caps
 from bapipe.planner.intra_layer_cuts import refined, staggered_stages
+from bapipe.planner.order_times import order_times
 from bapipe.planner.partition.paper.intra_layer import translate
 from bapipe.planner.pipelines import FAMILIES, with_cuts
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
@@ -69,12 +63,13 @@ def timed_plans(
 
 
 def takes_orders(start: Evaluation, tuning: Tuning) -> bool:
-    """Whether it is a pipeline that a zero-bubble order can be made for with little work."""
+    """Whether it is a pipeline that a zero-bubble order can be made for with little work, and any cut moved."""
     stages, schedule = start.candidate.stages, start.candidate.schedule
     if not unreplicated(stages) or not len(stages) == schedule.num_ranks > 1:
         return False
     small = len(stages) * schedule.num_microbatches <= tuning.order_size
-    return small and not any(stage.recompute for stage in stages)
+    alone = all(first == last for first, last in start.candidate.chain.recompute)
+    return small and alone and not any(stage.recompute for stage in stages)
 
 
 def orders_under(
@@ -161,40 +156,10 @@ class _Search:
 
     def _base(self, stages: tuple[StageChoice, ...]) -> list[StageTimes]:
         """What an order of these stages is made for, with the least K."""
-        chain, hardware = self._start.chain, self._hardware
-        cluster, count = hardware.cluster, self._microbatches
-        costs = stage_costs(replace(self._start, stages=stages), hardware)
-        caps = least_caps(chain, stages, count, hardware)
-        found = []
-        for index, (stage, cap) in enumerate(zip(stages, caps, strict=True)):
-            bytes_ = inflight_bytes(chain, stage, hardware)
-            spare = self._tuning.order_spare_memory * cluster.type_of(stage.accelerators[0]).memory
-            ahead = back = 0.0
-            if index + 1 < len(stages):
-                link = cluster.link(stage.accelerators[0], stages[index + 1].accelerators[0])
-                ahead = costs.send_forward[index] / link.bandwidth + link.latency
-            if index:
-                link = cluster.link(stage.accelerators[0], stages[index - 1].accelerators[0])
-                back = costs.send_backward[index - 1] / link.bandwidth + link.latency
-            first, second = costs.input_gradient[index], costs.weight_gradient[index]
-            if second < self._tuning.worth_deferring * (costs.forward[index] + first + second):
-                first, second = costs.backward[index], 0.0
-            found.append(
-                StageTimes(
-                    forward=costs.forward[index],
-                    input_gradient=first,
-                    weight_gradient=second,
-                    send_forward=ahead,
-                    send_backward=back,
-                    cap=cap,
-                    inflight=bytes_.each,
-                    delayed=bytes_.delayed,
-                    tail=costs.update[index],
-                    answered=index not in costs.unanswered,
-                    room=bytes_.room - spare,
-                )
-            )
-        return found
+        chain, hardware, tuning = self._start.chain, self._hardware, self._tuning
+        caps = least_caps(chain, stages, self._microbatches, hardware)
+        times = order_times(replace(self._start, stages=stages), hardware, tuning)
+        return [replace(own, cap=cap) for own, cap in zip(times, caps, strict=True)]
 
 
 def _moves(stages: int, step: int) -> Iterator[list[int]]:

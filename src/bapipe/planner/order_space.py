@@ -13,6 +13,7 @@ from bapipe.schedule.inflight import (
     declining_caps,
     most_inflight,
     ranks_behind,
+    stage_caps,
     weight_gradient_delays,
 )
 
@@ -67,7 +68,9 @@ class OrderSpace:
         if not self.chooses:
             return 1
         each = math.comb(microbatches + len(counts) - 1, len(counts))
-        return each * (len(_WEIGHT_DELAYS) if self.name == "zb" else 1)
+        if self.name != "zb":
+            return each
+        return each * len(_WEIGHT_DELAYS) + math.comb(microbatches + len(counts) - 2, len(counts) - 1)
 
     def every(self, counts: tuple[int, ...], microbatches: int) -> Iterator[PlannedOrder]:
         """All in-flight counts of which none is more than that of the stage before."""
@@ -96,14 +99,22 @@ class OrderSpace:
                 yield from self.of(counts, microbatches, trial)
 
     def of(self, counts: tuple[int, ...], microbatches: int, caps: tuple[int, ...]) -> Iterator[PlannedOrder]:
-        """The orders with these in-flight counts, all replicas of a stage together."""
+        """The orders with these in-flight counts, all replicas of a stage together.
+
+        Where the first stage holds all micro-batches, K_0 may stand for more, so that weight gradients also wait
+        as long as in zb-h2.
+        """
         if self.name != "zb":
             yield PlannedOrder(name=self.name, counts=counts, microbatches=microbatches, caps=caps)
             return
         whole = weight_gradient_delays([cap // count for cap, count in zip(caps, counts, strict=True)])
-        for delays in dict.fromkeys(
+        tried = [
             tuple(whole) if most is None else tuple(min(own, most) for own in whole) for most in _WEIGHT_DELAYS
-        ):
+        ]
+        if caps[0] >= microbatches:
+            rule = stage_caps("zb-h2", [1] * len(counts), 2 * len(counts))
+            tried.append(tuple(weight_gradient_delays(rule)))
+        for delays in dict.fromkeys(tried):
             yield PlannedOrder(name="zb", counts=counts, microbatches=microbatches, caps=caps, delays=delays)
 
     def _fixed(self, counts: tuple[int, ...], microbatches: int) -> PlannedOrder:
@@ -140,11 +151,11 @@ def order_spaces(request: Request) -> list[OrderSpace]:
     wanted = request.schedule
     if wanted is None:
         return [
-            OrderSpace(name="1f1b", replicas=True, recompute=True),
+            OrderSpace(name="1f1b", replicas=True, recompute=request.whole_stages),
             OrderSpace(name="zb", replicas=True, whole=True),
         ]
     if wanted == "1f1b":
-        return [OrderSpace(name="1f1b", replicas=True, recompute=True, cap=request.cap)]
+        return [OrderSpace(name="1f1b", replicas=True, recompute=request.whole_stages, cap=request.cap)]
     if wanted in (*_BY_RULE, "zb", "zb-h1", "zb-h2"):
         return [OrderSpace(name=wanted, replicas=wanted != "gpipe", whole=wanted.startswith("zb"))]
     return []

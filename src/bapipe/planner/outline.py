@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.costs.segments import Chain
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.cluster_parts import Part, copies_on
-from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, StageChoice, evaluate
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.pipelines import Family, build
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.simulator.steady_state import lag_of, microbatches_needed, steady_state

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapipe.costs.segments import Floats
-from bapipe.planner.evaluate import Candidate, Evaluation, unreplicated
+from bapipe.planner.candidate import Candidate, unreplicated
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.scenarios import Errors
 
 __all__ = ["Outlook", "complexity", "least_regret"]

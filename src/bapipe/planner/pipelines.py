@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,14 +15,16 @@ from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
-from bapipe.planner.evaluate import Candidate, Hardware, StageChoice, all_reduce_time
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.gradient_rings import all_reduce_time
 from bapipe.planner.inflight_caps import inflight_bytes, least_caps, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
 from bapipe.planner.partition.exact.solve import solve
 from bapipe.planner.partition.paper.stage_cuts import starts
+from bapipe.planner.request import Request
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.generators import SCHEDULES, capped, interleaved
+from bapipe.schedule.generators import SCHEDULES, capped
 from bapipe.schedule.inflight import declining_caps, inflight_microbatches, ranks_behind, waiting_microbatches
 from bapipe.schedule.zero_bubble import zero_bubble
 
@@ -31,8 +33,8 @@ __all__ = [
     "Family",
     "build",
     "families_for",
-    "interleaved_candidate",
     "optimal",
+    "permitted",
     "require_layers",
     "unreplicated_stages",
     "with_cuts",
@@ -102,6 +104,14 @@ def families_for(
         for name, family in FAMILIES.items()
         if not name.endswith("-as") and (name != "pipedream" or name == wanted)
     }
+
+
+def permitted(families: Mapping[str, Family], request: Request) -> dict[str, Family]:
+    """Of these families what the request allows: whole stages recompute only where it lets them."""
+    if request.whole_stages:
+        return dict(families)
+    never = {name: family for name, family in families.items() if family.recompute != "always"}
+    return {name: replace(family, recompute="never") for name, family in never.items()}
 
 
 def optimal(
@@ -365,35 +375,3 @@ def _make_schedule(
         return zero_bubble(len(counts), microbatches, caps, delays=delays)
     sending: Literal["cut-through", "after-compute"] = "cut-through" if name.endswith("-as") else "after-compute"
     return capped(len(counts), microbatches, caps, name=name, replicas=counts, sending=sending)
-
-
-def interleaved_candidate(
-    chain: Chain, hardware: Hardware, microbatches: int, *, ranks: int, virtual: int
-) -> Candidate:
-    """Interleaved 1F1B on alike accelerators: N·v balanced stages dealt round-robin; raises if that cannot be."""
-    cluster = hardware.cluster
-    if len(chain.types) > 1 or cluster.topology == "chain":
-        raise BaPipeError("interleaving needs alike accelerators, each connected to any other")
-    if ranks * virtual > len(chain):
-        raise InfeasibleError(f"{ranks * virtual} stages need as many layers, got {len(chain)}")
-    link = cluster.within
-    units = UnitSeconds.of(chain)
-    problem = Problem.unlimited(
-        forward=units.forward,
-        backward=units.backward,
-        counts=[ranks * virtual],
-        microbatches=microbatches,
-        send_forward=chain.boundary_forward[:-1] / link.bandwidth + link.latency,
-        send_backward=chain.return_seconds(link.bandwidth, link.latency)[:-1],
-        num_stages=ranks * virtual,
-    )
-    stages = tuple(
-        StageChoice(first=stage.first_layer, last=stage.last_layer, accelerators=(index % ranks,))
-        for index, stage in enumerate(solve(problem).stages)
-    )
-    return Candidate(
-        label=f"interleaved, {ranks} accelerators with {virtual} stages each",
-        chain=chain,
-        stages=stages,
-        schedule=interleaved(ranks, microbatches, virtual=virtual),
-    )

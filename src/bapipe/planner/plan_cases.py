@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain, Floats
-from bapipe.planner.evaluate import DDP_BUCKET, Candidate, Hardware, StageChoice, all_reduce_time, network_of
-from bapipe.planner.gradient_rings import gradient_sum_time
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.candidate_costs import DDP_BUCKET
+from bapipe.planner.gradient_rings import all_reduce_time, gradient_sum_time
+from bapipe.planner.plan_network import network_of
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.stage_tables import StageTables
 from bapipe.schedule.actions import Kind

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from bapipe.costs.segments import Chain
+from bapipe.planner.candidate import StageChoice, unreplicated
 from bapipe.planner.cut_search import CutSearch
-from bapipe.planner.evaluate import Evaluation, StageChoice, unreplicated
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.local_moves import moved_cuts, other_shapes, swapped_orders
 from bapipe.planner.order_space import OrderSpace, order_spaces
 from bapipe.planner.plan_cases import PlanCases

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bapipe.costs.profile import ProfiledLayer
+from bapipe.costs.recomputed_layers import recomputing
 from bapipe.costs.segments import Chain, make_chain
 from bapipe.planner.assemble_plan import make_plan
-from bapipe.planner.evaluate import Candidate, Evaluation, StageChoice, as_run, evaluate
+from bapipe.planner.candidate import Candidate, StageChoice, as_run
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.search import Exploration
 from bapipe.planner.state import ideal_seconds
 from bapipe.records.plan import Plan
@@ -55,7 +57,10 @@ def unraced_evaluations(
         seen = [own for own in offered if own not in new]
         best = again.outlook.improving(limit, beat=beat / found.global_batch, worth=worth, known=seen)
     candidates = [own.candidate for own in best]
-    chains = [make_chain(found.profile, own.chain.types, own.chain.microbatch) for own in candidates]
+    chains = [
+        recomputing(make_chain(found.profile, own.chain.types, own.chain.microbatch), own.chain.recompute)
+        for own in candidates
+    ]
     return [
         evaluate(replace(own, chain=chain), found.hardware) for own, chain in zip(candidates, chains, strict=True)
     ]
@@ -63,19 +68,24 @@ def unraced_evaluations(
 
 def _may_run(evaluation: Evaluation) -> bool:
     """Whether it fits, and is made of whole layers, so that other costs have the same units."""
-    return evaluation.short is None and all(unit.whole for unit in evaluation.candidate.chain.units)
+    candidate = evaluation.candidate
+    whole = all(unit.whole for unit in candidate.chain.units)
+    return evaluation.short is None and whole and candidate.engine == "bapipe"
 
 
 def _runners(found: Exploration, limit: int) -> list[Evaluation]:
     if found.outlook is not None:
         return found.outlook.race(limit, worth=found.tuning.race_gain)
-    others = [own for own in found.considered if own is not found.best and own.short is None]
+    runs = [own for own in found.considered if own.short is None and own.candidate.engine == "bapipe"]
+    others = [own for own in runs if own is not found.best]
     return [found.best, *others][:limit]
 
 
 def _shape(plan: Plan) -> tuple[object, ...]:
     """What tells two plans of one request apart."""
-    return plan.microbatch_size, plan.schedule, tuple((stage.layers, stage.accelerators) for stage in plan.stages)
+    runs = tuple((run.first, run.last) for stage in plan.stages for run in stage.recompute_layers)
+    stages = tuple((stage.layers, stage.accelerators) for stage in plan.stages)
+    return plan.microbatch_size, plan.schedule, stages, runs
 
 
 def _candidate_shape(candidate: Candidate, found: Exploration) -> tuple[object, ...]:
@@ -88,7 +98,7 @@ def _candidate_shape(candidate: Candidate, found: Exploration) -> tuple[object, 
         )
         for stage in candidate.stages
     )
-    return chain.microbatch, ScheduleFile.of(as_run(candidate), copies=candidate.copies), stages
+    return chain.microbatch, ScheduleFile.of(as_run(candidate), copies=candidate.copies), stages, chain.recompute
 
 
 def _layers(chain: Chain, stage: StageChoice) -> tuple[ProfiledLayer, ...]:

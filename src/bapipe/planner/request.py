@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from bapipe.costs.optimizers import is_elementwise
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.effort import check_effort
 
 __all__ = [
+    "ENGINES",
     "SCHEDULE_NAMES",
     "STRATEGIES",
     "Request",
@@ -19,8 +21,11 @@ __all__ = [
     "profiled_range",
 ]
 
-STRATEGIES = ("exact", "bapipe", "uniform", "parameters", "time", "pipedream", "gpipe", "dp")
-"""how stages are cut: the optimum, the paper's steps, or a baseline's rule; gpipe and dp also fix the schedule"""
+STRATEGIES = ("exact", "bapipe", "uniform", "parameters", "time", "pipedream", "gpipe", "dp", "ddp", "fsdp")
+"""how stages are cut: the optimum, the paper's steps, or a baseline's rule; gpipe and dp also fix the schedule;
+ddp and fsdp are data parallelism as torch's DistributedDataParallel and FSDP2 run it"""
+ENGINES = ("ddp", "fsdp")
+"""strategies that torch's own engines run"""
 SCHEDULE_NAMES = (
     "1f1b-sno",
     "1f1b-so",
@@ -39,6 +44,9 @@ SCHEDULE_NAMES = (
     "fbp-as",
     "data-parallel",
 )
+
+
+_RECOMPUTE = ("auto", "never", "stages", "layers", "always")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +77,15 @@ class Request:
     """how much is simulated to find a faster plan: low, normal or high, or so many seconds"""
     dealing: Literal["speed", "equal"] = "speed"
     """speed: replicas of several types may take micro-batches by their speed; equal: all replicas take as many"""
+    zero_stage: Literal["auto", "0", "1"] = "auto"
+    """whether the replicas of a stage share its optimizer state (ZeRO-1): 1 all do, 0 none; auto: what is best"""
+    engines: bool = True
+    """whether torch's DDP or FSDP2 may be the plan where nobody asks for them"""
     compiled: bool = False
     """whether the plan's stages run compiled though the profile was not measured so"""
+    recompute: str = "auto"
+    """activation checkpointing: auto, where it makes a faster plan fit; never; stages, of whole stages only;
+    layers, of layers only; always, of every layer; or of these layers by number, such as 0-3,7"""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -101,18 +116,83 @@ class Request:
         check_effort(self.effort)
         if self.dealing not in ("speed", "equal"):
             raise BaPipeError(f"--dealing is speed or equal, got '{str(self.dealing)[:40]}'; give one of them")
+        if self.zero_stage not in ("auto", "0", "1"):
+            raise BaPipeError(f"--zero-stage is auto, 0 or 1, got '{str(self.zero_stage)[:40]}'; give one of them")
+        if self.zero_stage == "1":
+            self._check_sharded()
+        alone = self.schedule in (None, "data-parallel") and self.stages in (None, 1)
+        if self.strategy in ENGINES and not alone:
+            raise BaPipeError(f"{self.strategy} has one stage and no schedule; drop --schedule and --stages")
+        self._check_recompute()
         if self.schedule == "data-parallel" and self.stages not in (None, 1):
             raise BaPipeError(f"data parallelism has one stage, --stages says {self.stages}; drop one of them")
         if self.cap is not None:
             self._check_cap()
             object.__setattr__(self, "schedule", "1f1b")
 
+    def _check_sharded(self) -> None:
+        if self.schedule in ("pipedream", "1f1b-as", "fbp-as") or self.space == "paper":
+            what = "the paper's space" if self.space == "paper" else self.schedule
+            raise BaPipeError(f"{what} shares no optimizer states (ZeRO-1); give --zero-stage 0, or leave one out")
+        if self.strategy in ENGINES:
+            raise BaPipeError(f"{self.strategy} is run by torch, without ZeRO-1; leave --zero-stage out")
+        if self.optimizer is not None and is_elementwise(self.optimizer) is False:
+            raise BaPipeError(
+                f"{self.optimizer[:60]} looks at more than one element of a weight at a time, so that its state "
+                "cannot be sharded (ZeRO-1); give --zero-stage 0"
+            )
+
+    @property
+    def whole_stages(self) -> bool:
+        """Whether whole stages may recompute."""
+        return self.recompute in ("auto", "stages")
+
+    @property
+    def chooses_layers(self) -> bool:
+        """Whether the planner may choose layers that recompute."""
+        return self.recompute in ("auto", "layers")
+
+    def forced_layers(self, count: int) -> tuple[int, ...]:
+        """Of so many layers, those that recompute whatever the plan; raises BaPipeError for one that is none."""
+        if self.recompute in _RECOMPUTE:
+            return tuple(range(count)) if self.recompute == "always" else ()
+        ranges = self._layer_ranges()
+        for low, high in ranges:
+            if high >= count:
+                raise BaPipeError(
+                    f"--recompute has layers {low} to {high}, the model has 0 to {count - 1}; correct it"
+                )
+        return tuple(sorted({layer for low, high in ranges for layer in range(low, high + 1)}))
+
+    def _layer_ranges(self) -> list[tuple[int, int]]:
+        found = []
+        for part in self.recompute.split(","):
+            first, _, last = part.strip().partition("-")
+            if not first.isdigit() or not (last or first).isdigit() or int(first) > int(last or first):
+                raise BaPipeError(
+                    f"--recompute is {', '.join(_RECOMPUTE)} or layers by number such as 0-3,7, got "
+                    f"'{self.recompute[:40]}'; correct it"
+                )
+            found.append((int(first), int(last or first)))
+        return found
+
+    def _check_recompute(self) -> None:
+        forced = self.recompute == "always" or self.recompute not in _RECOMPUTE
+        if self.recompute not in _RECOMPUTE:
+            self._layer_ranges()
+        if forced and (self.split_layers or self.space == "paper" or self.strategy == "bapipe"):
+            other = "--split-layers" if self.split_layers else "--space paper"
+            raise BaPipeError(
+                f"--recompute {self.recompute[:40]} fixes which whole layers recompute, and "
+                f"{'--strategy bapipe' if self.strategy == 'bapipe' else other} divides layers; leave one out"
+            )
+
     def _check_cap(self) -> None:
         if self.schedule not in (None, "1f1b"):
             raise BaPipeError(
                 f"--in-flight belongs to the schedule 1f1b; {self.schedule} sets its own K per stage; drop one"
             )
-        if self.strategy in ("gpipe", "dp"):
+        if self.strategy in ("gpipe", "dp", *ENGINES):
             raise BaPipeError(
                 f"--in-flight belongs to the schedule 1f1b, strategy {self.strategy} has its own; drop one of them"
             )

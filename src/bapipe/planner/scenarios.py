@@ -16,11 +16,14 @@ from bapipe.costs.fields import COST_FIELDS
 from bapipe.costs.profile import Profile
 from bapipe.costs.segments import Chain, Floats
 from bapipe.hardware.cluster import Cluster, Link
-from bapipe.planner.evaluate import Evaluation, Hardware, network_of, run_costs
+from bapipe.planner.candidate import Hardware
+from bapipe.planner.candidate_costs import run_costs
+from bapipe.planner.evaluate import Evaluation
+from bapipe.planner.plan_network import network_of
 from bapipe.planner.request import Request
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Network
 from bapipe.simulator.scenario_times import scenario_times
-from bapipe.simulator.simulate import Costs
 
 __all__ = ["Errors", "Scenarios", "draw_scenarios", "edge_scenarios", "known_errors"]
 
@@ -125,7 +128,8 @@ class Scenarios:
                 own, ranks = candidate.chain, evaluation.ranks
                 if id(own) not in chains:
                     chains[id(own)] = self.chain(own, number)
-                staged = (id(own), candidate.stages, schedule.flushes, schedule.dealing)
+                how = (candidate.zero, candidate.engine)
+                staged = (id(own), candidate.stages, schedule.flushes, schedule.dealing, *how)
                 placed = (ranks, schedule.placement, schedule.dealing)
                 if staged not in timed:
                     timed[staged] = run_costs(replace(candidate, chain=chains[id(own)]), changed)

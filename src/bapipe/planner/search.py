@@ -14,8 +14,10 @@ from bapipe.costs.planned_optimizer import planned_optimizer
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.data_parallel import Estimate
-from bapipe.planner.evaluate import Evaluation, Hardware
+from bapipe.planner.evaluate import Evaluation
+from bapipe.planner.incumbents import rank
 from bapipe.planner.outlook import Outlook
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.planner.passes import PASSES
@@ -123,7 +125,7 @@ def _exploration(state: SearchState) -> Exploration:
         hardware=state.hardware,
         global_batch=global_batch,
         best=best,
-        considered=tuple(state.incumbents.ranked()),
+        considered=tuple(sorted((*state.incumbents.by_family.values(), *state.engines), key=rank)),
         estimates=state.estimates,
         lower_bound=lower_bound(state.profile, state.cluster, global_batch),
         ideal=ideal_seconds(best.candidate.chain, state.cluster),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_time import stage_seconds
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.evaluate import StageChoice, replica_rows
+from bapipe.planner.candidate import StageChoice
+from bapipe.planner.candidate_costs import replica_rows
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.dealing import Dealing, deal_by_speed
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from bapipe.costs.profile import Profile
+from bapipe.costs.recomputed_layers import as_runs, recomputing
 from bapipe.costs.segments import Chain, make_chain
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
+from bapipe.planner.candidate import Candidate, Hardware
 from bapipe.planner.data_parallel import Estimate
-from bapipe.planner.evaluate import Candidate, Evaluation, Hardware, evaluate
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.incumbents import Incumbents
 from bapipe.planner.outlook import Outlook
 from bapipe.planner.partition.paper.inter_layer import ideal_time
@@ -65,6 +67,9 @@ class SearchState:
     """the plan that loses least by these errors; `weigh_errors` sets it likewise"""
     estimates: tuple[Estimate, ...] = ()
     """alternatives that BaPipe does not run; `estimate_alternatives` sets it"""
+    engines: list[Evaluation] = field(default_factory=list)
+    """what ZeRO-1, DDP and FSDP2 take where they are not among the incumbents, to be listed; `share_states` and
+    `try_engines` add to it"""
     unsearched: float | None = None
     """seconds per sample that plans which the search by simulation left out may take at least; infinite where it
     left out none, None where there was no such search; `search_cuts` sets it"""
@@ -102,7 +107,8 @@ class SearchState:
     def chain(self, size: int) -> Chain:
         """The segments at a micro-batch size."""
         if size not in self.chains:
-            self.chains[size] = make_chain(self.profile, _types(self.cluster), size)
+            forced = as_runs(self.request.forced_layers(len(self.profile.layers)))
+            self.chains[size] = recomputing(make_chain(self.profile, _types(self.cluster), size), forced)
         return self.chains[size]
 
     def scope(self, size: int) -> SizeScope:

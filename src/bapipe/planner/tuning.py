@@ -45,6 +45,9 @@ class Tuning:
 
     as_fast: float = 5e-4
     """share of the throughput by which two plans may differ and count as equally fast: no prediction is closer"""
+    engine_worth: float = 0.01
+    """share of the best plan's time that one with ZeRO-1, or of torch's DDP or FSDP2, must save to be the plan: a
+    prediction does not tell less apart, and more is sent or another engine runs it"""
     near_best: float = 1.15
     """times the best plan's time up to which a hybrid is simulated, and a pipeline gets an order of its own"""
 
@@ -127,6 +130,12 @@ class Tuning:
     race_again_gain: float = 1e-3
     """mean share of the fastest raced time that one more plan must be expected to save in a second round"""
 
+    looped_shapes: int = 3
+    """numbers of stages per accelerator for which orders are made, those with the least bound"""
+    looped_orders: int = 24
+    """orders that are made in one search for better cuts of them"""
+    cuts_save: float = 0.05
+    """share of the time that moved cuts are taken to save at most: what is slower than the best by more is left"""
     fewer_ranks: int = 6
     """accelerators up to which interleaving is tried on fewer of them too"""
     search_steps: int = 60_000
@@ -137,6 +146,10 @@ class Tuning:
     """pipelines near which faster ones are looked for where there are too many to list"""
     recompute_share: float = 1.0
     """of a search's steps, what orders with recomputation may take at least, where plans without it did not fit"""
+    layer_steps: int = 60_000
+    """actions that the search for layers that recompute may time, where plans lack memory"""
+    layer_starts: int = 3
+    """plans with such layers near which faster ones are looked for"""
     search_gain: float = 2.5e-4
     """share of the time by which a plan must be faster to be worth weighing"""
     search_cases: int = 20_000

@@ -18,7 +18,9 @@ from bapipe.schedule.schedule_file import ScheduleFile
 __all__ = [
     "PLAN_SCHEMA",
     "Alternative",
+    "Engine",
     "LayerPart",
+    "LayerRun",
     "MemoryParts",
     "Plan",
     "PlanReplica",
@@ -29,6 +31,8 @@ __all__ = [
 ]
 
 PLAN_SCHEMA = "bapipe.plan/1"
+Engine = Literal["bapipe", "ddp", "fsdp"]
+"""who runs a plan: BaPipe's own executor, or torch's DistributedDataParallel or FSDP2 (`fully_shard`)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,15 @@ class LayerPart:
     start: int
     stop: int
     of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """Consecutive layers that recompute together: they keep what enters the first of them."""
+
+    first: int
+    last: int
+    """inclusive"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +111,15 @@ class PlanStage:
     fractions: tuple[LayerPart, ...] = ()
     """layers of which this stage has only a part"""
     recompute: bool = False
+    """whether the whole stage does, as an action of its own before each backward"""
+    recompute_layers: tuple[LayerRun, ...] = unless_default(())
+    """layers whose forward is repeated in each backward, right before their own"""
     forward: float
     """seconds per micro-batch"""
     backward: float
+    """with the forwards that are repeated in it"""
+    repeated_forward: float = unless_default(0.0)
+    """of the backward, seconds of these forwards"""
     weight_gradient: float
     """seconds of the backward that are the weight gradient; all of it at a first stage, which sends none on"""
     parting: float = 0.0
@@ -136,6 +155,14 @@ class PlanStage:
     replicas: tuple[PlanReplica, ...] | None = unless_default(None)
     """one per accelerator, where they are not alike; the figures above are then those of the slowest in each, and
     of the one with least memory to spare"""
+
+    @property
+    def recomputed(self) -> str:
+        """What of it recomputes, in words; empty where nothing does."""
+        count = sum(run.last - run.first + 1 for run in self.recompute_layers)
+        if not count:
+            return "recomputes" if self.recompute else ""
+        return f"{count} of {self.last_layer - self.first_layer + 1} recompute{'s' * (count == 1)}"
 
     def on(self, accelerator: str) -> PlanStage | PlanReplica:
         """What is said of the stage on this accelerator: its replica's own, where replicas are not alike."""
@@ -206,6 +233,12 @@ class Plan:
     """what each FPGA is built with; None for other accelerators"""
     compiled: bool = False
     """whether its stages run compiled"""
+    zero_stage: int = unless_default(0)
+    """1: the replicas of a stage share its optimizer state (ZeRO-1); 0: each has all of it"""
+    engine: Engine = unless_default("bapipe")  # noqa: RUF009 (a field)
+    """who runs it"""
+    units: tuple[str, ...] = unless_default(())
+    """of FSDP2, paths of the modules that are sharded as one each; the model itself has the rest"""
 
     def __post_init__(self) -> None:
         if not self.stages:

@@ -152,6 +152,23 @@ def _require_recomputation(plan: Plan, schedule: Schedule) -> None:
         if again != stage.recompute:
             said, order = ("recomputes", "no R") if stage.recompute else ("does not recompute", "R all the same")
             raise BaPipeError(f"the plan says that stage {index} {said}, but its order has {order}; plan again")
+        _require_layer_runs(index, stage)
+
+
+def _require_layer_runs(index: int, stage: PlanStage) -> None:
+    """Runs of layers that recompute lie in their stage, one after another, and hold no layer in part."""
+    if stage.recompute and stage.recompute_layers:
+        raise BaPipeError(f"stage {index} recomputes as a whole and by layers; plan again")
+    parts, before = {part.layer for part in stage.fractions}, stage.first_layer - 1
+    for run in stage.recompute_layers:
+        if not before < run.first <= run.last <= stage.last_layer:
+            raise BaPipeError(
+                f"stage {index} says that layers {run.first} to {run.last} recompute, which are not its own or "
+                f"not in order, of {stage.first_layer} to {stage.last_layer}; plan again"
+            )
+        if parts & set(range(run.first, run.last + 1)):
+            raise BaPipeError(f"stage {index} recomputes a layer of which it has a part; plan again")
+        before = run.last
 
 
 def _complete(schedule: Schedule) -> bool:

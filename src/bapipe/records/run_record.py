@@ -57,6 +57,8 @@ class RunEnvironment:
     """what each rank computed on, such as `cpu` or `cuda`; empty: not known"""
     transport: str | None = None
     """what carried activations and their gradients between ranks; None: not known"""
+    engine: str = "bapipe"
+    """what ran the stages: bapipe, or torch for torch.distributed.pipelining's runtime"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from bapipe.costs.profile import Profile, read_profile
 from bapipe.costs.segments import Chain, make_chain
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.hardware.cluster_file import read_cluster
-from bapipe.planner.evaluate import Hardware
+from bapipe.planner.candidate import Hardware
 from bapipe.reproduce.paper_figures import TABLE3
 from bapipe.reproduce.table_cells import Constant
 

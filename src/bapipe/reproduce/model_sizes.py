@@ -12,16 +12,17 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+from bapipe.costs.held_weights import stage_weights
 from bapipe.costs.optimizers import find_optimizer
 from bapipe.costs.planned_optimizer import PlannedOptimizer
 from bapipe.costs.roofline import analytic_profile
 from bapipe.costs.segments import Chain, make_chain
-from bapipe.costs.stage_memory import stage_weights
 from bapipe.hardware.cluster_file import read_cluster, with_memory_limit
 from bapipe.models.builtin import builtin_model
 from bapipe.models.layers import Model
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.data_parallel import data_parallel_candidate
-from bapipe.planner.evaluate import Evaluation, Hardware, evaluate
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.fixed_partitions import paper_candidate
 from bapipe.planner.pipelines import FAMILIES, build
 from bapipe.planner.request import Request

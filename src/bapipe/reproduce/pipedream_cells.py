@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bapipe.costs.segments import Chain
-from bapipe.planner.evaluate import Hardware, StageChoice, evaluate
+from bapipe.planner.candidate import Hardware, StageChoice
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.partition.baselines import pipedream
 from bapipe.planner.pipelines import FAMILIES, build
 from bapipe.schedule.actions import Schedule

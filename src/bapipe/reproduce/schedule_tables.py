@@ -9,7 +9,8 @@ from __future__ import annotations
 from bapipe.reproduce.table_cells import Cell, Claim, Table
 from bapipe.schedule.closed_forms import paper_table_row
 from bapipe.schedule.generators import make_schedule
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.summary import Summary, summarise
 
 __all__ = ["GRID", "SHOWN", "table1", "table2"]

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from bapipe.costs.segments import Chain
 from bapipe.planner import Exploration, Request, explore
+from bapipe.planner.candidate import Hardware
 from bapipe.planner.data_parallel import at_global_batch, data_parallel_candidate
-from bapipe.planner.evaluate import Evaluation, Hardware, evaluate
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.pipelines import FAMILIES, build
 from bapipe.reproduce.calibration import (
     SIZES,
@@ -22,7 +23,8 @@ from bapipe.reproduce.paper_figures import TABLE3, PaperRun, PipelineRun
 from bapipe.reproduce.pipedream_cells import pipedream_run
 from bapipe.reproduce.table_cells import Cell, Table
 from bapipe.schedule.generators import make_schedule
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.action_costs import Costs
+from bapipe.simulator.simulate import simulate
 
 __all__ = ["bubble_ratio", "table3"]
 
@@ -139,6 +141,21 @@ def _pipelines(run: PaperRun, hardware: Hardware, base: float) -> _Row:
     return _Row(cells=tuple(cells), remarks=tuple(remarks))
 
 
+def _full_planner(run: PaperRun, hardware: Hardware, base: float) -> _Row:
+    """What today's planner finds on the same links, at the global batch of plain DP and of BaPipe's cell."""
+    batches = {"DP's global batch": 64 * run.accelerators}
+    if run.bapipe is not None:
+        batches["BaPipe's global batch"] = run.bapipe.microbatches * run.bapipe.size
+    cells, said = [], []
+    for words, batch in batches.items():
+        best = explore(model_profile(run.model), hardware.cluster, Request(global_batch=batch)).best
+        cells.append(
+            Cell(row=run.row, column=f"today's planner, {words}", paper=None, ours=best.throughput / base)
+        )
+        said.append(f"{best.candidate.label} of micro-batches of {best.candidate.chain.microbatch} at {batch}")
+    return _Row(cells=tuple(cells), remarks=(f"{run.row}: today's planner takes {', '.join(said)} samples",))
+
+
 def _row(run: PaperRun) -> _Row:
     hardware = v100_hardware(run.accelerators)
 
@@ -179,8 +196,10 @@ def _row(run: PaperRun) -> _Row:
             f"{other.shape}, {_against(other.throughput / base, paper)}; with a link for every pair of replicas "
             f"{_against(pairs.throughput / base, paper)}"
         )
-    pipelines = _pipelines(run, hardware, base)
-    return _Row(cells=(*cells, *pipelines.cells), remarks=(*remarks, *pipelines.remarks))
+    pipelines, full = _pipelines(run, hardware, base), _full_planner(run, hardware, base)
+    return _Row(
+        cells=(*cells, *pipelines.cells, *full.cells), remarks=(*remarks, *pipelines.remarks, *full.remarks)
+    )
 
 
 def _against(ours: float, paper: float) -> str:
@@ -262,6 +281,10 @@ def table3() -> Table:
             "as its released optimizer does, not as its paper has it (SOSP 2019, section 3.1), and that replicas "
             "of a stage share the links of a narrower one; what the others give stands below, in part outside the "
             "limits",
+            "today's planner is `bapipe plan` with nothing forced: replicated stages, zero-bubble orders, any "
+            "cap, accumulation; unlike the paper's data parallelism, whose β was fitted without it, it counts "
+            "all-reduces beside the backward, as torch's DDP runs them, and that alone is what ResNet-50's rows "
+            "gain",
             *_vgg_remarks(cells),
             *(remark for row in rows for remark in row.remarks),
             *_pipedream_remarks(cells),

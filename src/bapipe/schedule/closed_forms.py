@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.schedule.actions import Schedule
-from bapipe.simulator.simulate import Costs
+from bapipe.simulator.action_costs import Costs
 
 __all__ = ["ClosedForm", "closed_form", "paper_table_row", "unified_time"]
 
@@ -66,8 +66,13 @@ def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
     if name == "interleaved":
         ranks = schedule.num_ranks
         work = (N // ranks) * P
-        valid = (SR == 0 or ranks == 1) and M % ranks == 0
-        return ClosedForm(time=M * work + (ranks - 1) * P, valid=valid, condition="SR = 0, M a multiple of N")
+        dealt = all(own == (stage % ranks,) for stage, own in enumerate(schedule.placement))
+        valid = (SR == 0 or ranks == 1) and M % ranks == 0 and dealt and N % ranks == 0
+        return ClosedForm(
+            time=M * work + (ranks - 1) * P,
+            valid=valid,
+            condition="SR = 0, M a multiple of N, as many stages on every accelerator",
+        )
     if name in ("zb-h1", "zb-h2"):
         return _zero_bubble(name, N, M, costs)
     if name == "zb-v":

@@ -19,8 +19,9 @@ import numpy as np
 from bapipe.errors import BaPipeError, nearest
 from bapipe.schedule.actions import Concurrency, Kind, Lane, Schedule, Sending
 from bapipe.schedule.dealing import Dealing, most_in_a_row, own_microbatches, require_dealing, widest_span
-from bapipe.schedule.inflight import interleaved_warm_up, stage_caps
-from bapipe.schedule.lane_builders import one_stage_lane, require_sizes
+from bapipe.schedule.inflight import stage_caps
+from bapipe.schedule.interleaving import interleaved
+from bapipe.schedule.lane_builders import one_f_one_b_lane, one_stage_lane, require_sizes
 from bapipe.schedule.replicas import replicated
 from bapipe.schedule.v_shape import V_SHAPED, dualpipe_v, v_half, v_min, zb_v
 from bapipe.schedule.zero_bubble import zb_h1, zb_h2, zero_bubble
@@ -48,22 +49,6 @@ class Generator(Protocol):
     """Makes a Schedule of N stages and M micro-batches."""
 
     def __call__(self, num_stages: int, num_microbatches: int, /) -> Schedule: ...
-
-
-def _one_f_one_b(rank: int, stage: int, cap: int, microbatches: np.ndarray) -> Lane:
-    """`F × min(m, K−1)`, then F and B in turn, then the remaining B, over the given micro-batches."""
-    count = len(microbatches)
-    warm = min(count, cap - 1)
-    steady_end = 2 * count - warm
-    kinds = np.full(2 * count, int(Kind.B), dtype=np.int64)
-    order = np.empty(2 * count, dtype=np.int64)
-    kinds[:warm] = Kind.F
-    order[:warm] = microbatches[:warm]
-    kinds[warm:steady_end:2] = Kind.F
-    order[warm:steady_end:2] = microbatches[warm:]
-    order[warm + 1 : steady_end : 2] = microbatches[: count - warm]
-    order[steady_end:] = microbatches[count - warm :]
-    return one_stage_lane(rank, stage, kinds, order)
 
 
 def capped(
@@ -103,7 +88,7 @@ def capped(
         placement.append(tuple(range(rank, rank + count)))
         for replica in range(count):
             own = own_microbatches(taken, count, replica, num_microbatches)
-            lanes.append(_one_f_one_b(rank, stage, most_in_a_row(taken, count, replica, cap), own))
+            lanes.append(one_f_one_b_lane(rank, stage, most_in_a_row(taken, count, replica, cap), own))
             rank += 1
     return Schedule(
         name=name,
@@ -205,42 +190,6 @@ def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
     return _replace(base, weight_versions=base.caps, flushes=False)
 
 
-def interleaved(num_ranks: int, num_microbatches: int, *, virtual: int = 2) -> Schedule:
-    """Interleaved 1F1B: each rank holds `virtual` stages, stage c·N + r on rank r; bubble (N−1)(F+B)/v.
-
-    Micro-batches go in groups of N: a group's forwards of all own stages, then the next group. Rank r warms up
-    with 2(N−r−1) + (v−1)N forwards. A last group shorter than N is filled up in thought and its missing
-    micro-batches are left out, so any M works; the bubble is least when N divides M.
-    """
-    require_sizes(num_ranks, num_microbatches)
-    if virtual < 1:
-        raise BaPipeError(f"interleaving needs at least 1 stage per rank, got {virtual}; raise --virtual")
-    groups = -(-num_microbatches // num_ranks)
-    padded = groups * num_ranks
-    position = np.arange(padded * virtual, dtype=np.int64)
-    group, within = np.divmod(position, num_ranks * virtual)
-    chunk, offset = np.divmod(within, num_ranks)
-    microbatch = group * num_ranks + offset
-    lanes = []
-    for rank in range(num_ranks):
-        warm = min(padded * virtual, interleaved_warm_up(num_ranks, rank, virtual))
-        plan = _one_f_one_b(rank, 0, warm + 1, position)
-        forward = plan.kinds == Kind.F
-        chunks = np.where(forward, chunk[plan.microbatches], virtual - 1 - chunk[plan.microbatches])
-        microbatches = microbatch[plan.microbatches]
-        real = microbatches < num_microbatches
-        lanes.append(
-            Lane(rank, plan.kinds[real], (chunks * num_ranks + rank)[real], microbatches[real], "compute")
-        )
-    return Schedule(
-        name="interleaved",
-        num_stages=num_ranks * virtual,
-        num_microbatches=num_microbatches,
-        placement=tuple((stage % num_ranks,) for stage in range(num_ranks * virtual)),
-        lanes=tuple(lanes),
-    )
-
-
 def data_parallel(replicas: int, accumulation: int = 1) -> Schedule:
     """Plain data parallelism as a one-stage pipeline: each replica runs its share of the micro-batches."""
     require_sizes(replicas, accumulation)
@@ -337,10 +286,11 @@ def make_schedule(
     caps: Sequence[int] | None = None,
     replicas: Sequence[int] | None = None,
     dealing: Sequence[Dealing] | None = None,
-    virtual: int = 2,
+    virtual: int | Sequence[int] = 2,
     slots: str = "table",
 ) -> Schedule:
-    """The schedule of that name. `caps` belong to 1f1b and zb; `virtual` to interleaved; `slots` to fbp-as.
+    """The schedule of that name. `caps` belong to 1f1b and zb; `virtual`, stages of each rank or of every
+    one, to interleaved; `slots` to fbp-as.
 
     `dealing` says which replicas of each stage take which micro-batches; zero-bubble orders replicate whole
     pipelines, so there it is the same for all stages.

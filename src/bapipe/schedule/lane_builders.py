@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from bapipe.errors import BaPipeError
-from bapipe.schedule.actions import IntArray, Lane, Schedule
+from bapipe.schedule.actions import IntArray, Kind, Lane, Schedule
 
-__all__ = ["one_stage_lane", "pipeline_schedule", "require_sizes"]
+__all__ = ["one_f_one_b_lane", "one_stage_lane", "pipeline_schedule", "require_sizes"]
 
 
 def require_sizes(num_stages: int, num_microbatches: int) -> None:
@@ -25,6 +25,22 @@ def require_sizes(num_stages: int, num_microbatches: int) -> None:
 def one_stage_lane(rank: int, stage: int, kinds: IntArray, microbatches: IntArray, name: str = "compute") -> Lane:
     """Actions of one stage only."""
     return Lane(rank, kinds, np.full(len(kinds), stage, dtype=np.int64), microbatches, name)
+
+
+def one_f_one_b_lane(rank: int, stage: int, cap: int, microbatches: np.ndarray) -> Lane:
+    """`F × min(m, K−1)`, then F and B in turn, then the remaining B, over the given micro-batches."""
+    count = len(microbatches)
+    warm = min(count, cap - 1)
+    steady_end = 2 * count - warm
+    kinds = np.full(2 * count, int(Kind.B), dtype=np.int64)
+    order = np.empty(2 * count, dtype=np.int64)
+    kinds[:warm] = Kind.F
+    order[:warm] = microbatches[:warm]
+    kinds[warm:steady_end:2] = Kind.F
+    order[warm:steady_end:2] = microbatches[warm:]
+    order[warm + 1 : steady_end : 2] = microbatches[: count - warm]
+    order[steady_end:] = microbatches[count - warm :]
+    return one_stage_lane(rank, stage, kinds, order)
 
 
 def pipeline_schedule(

@@ -12,6 +12,7 @@ So later stages are fed at the rate of the first one's forwards, and it may have
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,17 +27,17 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """What the order is made for, of one stage."""
+    """What an order is made for, of one stage."""
 
     forward: float
     input_gradient: float
     weight_gradient: float
     """0: the backward is done whole, as B"""
-    send_forward: float
-    """seconds to the next stage; of the last one not used"""
-    send_backward: float
-    """seconds to the stage before; of the first one not used"""
-    cap: int
+    send_forward: float = 0.0
+    """seconds to the next stage, where that is on another rank; of the last one not used"""
+    send_backward: float = 0.0
+    """seconds to the stage before, where that is on another rank; of the first one not used"""
+    cap: int = sys.maxsize
     """micro-batches that may wait for their I"""
     inflight: float = 0.0
     """bytes of each of them"""
@@ -48,6 +49,11 @@ class StageTimes:
     """seconds from its last action until it is ready for the next global batch"""
     answered: bool = True
     """whether a gradient comes back from the next stage; of the last one not used"""
+
+    @property
+    def most(self) -> float:
+        """Bytes of a micro-batch from its forward to its last gradient, at most."""
+        return max(self.inflight, self.delayed if self.weight_gradient else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,40 +14,19 @@ from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.channel_window import stops_at
 from bapipe.schedule.inflight import v_activations
 from bapipe.schedule.lane_builders import require_sizes
+from bapipe.schedule.list_schedule import StageTimes
 from bapipe.schedule.v_shape import dualpipe_v, v_half, v_min, v_schedule, zb_v
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.network import Network
-from bapipe.simulator.simulate import Costs, simulate
+from bapipe.simulator.simulate import simulate
 
-__all__ = ["VStage", "quickest_v_order", "v_orders"]
+__all__ = ["quickest_v_order", "v_orders"]
 
 _F, _B, _I, _W = int(Kind.F), int(Kind.B), int(Kind.I), int(Kind.W)
 _NEVER = float("inf")
 _PUBLISHED = {"zb-v": zb_v, "v-half": v_half, "v-min": v_min, "dualpipe-v": dualpipe_v}
 
 _Step = Literal["F down", "F up", "I down", "I up"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VStage:
-    """What the order is made for, of one stage."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-    """0: the backward is done whole, as B"""
-    send_forward: float = 0.0
-    """seconds to the next stage, where that is on another rank"""
-    send_backward: float = 0.0
-    """seconds to the stage before, where that is on another rank"""
-    inflight: float = 0.0
-    """bytes of a micro-batch that waits for its I"""
-    delayed: float = 0.0
-    """bytes of one that waits for its W"""
-
-    @property
-    def most(self) -> float:
-        """Bytes of a micro-batch from its forward to its last gradient, at most."""
-        return max(self.inflight, self.delayed if self.weight_gradient else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +51,7 @@ the best of all on random times"""
 
 
 def v_orders(
-    name: str, stages: Sequence[VStage], num_microbatches: int, *, room: Sequence[float] | None = None
+    name: str, stages: Sequence[StageTimes], num_microbatches: int, *, room: Sequence[float] | None = None
 ) -> Iterator[Schedule]:
     """Orders of 2N stages that hold no more than the named schedule: the published one and those by preference.
 
@@ -99,7 +78,7 @@ def quickest_v_order(
     """Of `v_orders`, the one that takes least time; the published one unless another takes less."""
     sends = zip((*costs.send_forward, 0.0), (0.0, *costs.send_backward), strict=True)
     stages = [
-        VStage(
+        StageTimes(
             forward=forward,
             input_gradient=first,
             weight_gradient=second,
@@ -115,7 +94,7 @@ def quickest_v_order(
 
 
 def _listed(
-    name: str, stages: Sequence[VStage], count: int, most: int, room: Sequence[float], preference: _Preference
+    name: str, stages: Sequence[StageTimes], count: int, most: int, room: Sequence[float], preference: _Preference
 ) -> Schedule:
     """The order in which ranks that always run what comes first, as they prefer it, go through their actions."""
     last = len(stages) - 1
@@ -146,7 +125,7 @@ class _VHalf:
 
     __slots__ = ("backward_at", "forward_at", "forwards", "inputs", "stage", "times", "weights")
 
-    def __init__(self, stage: int, times: VStage, count: int) -> None:
+    def __init__(self, stage: int, times: StageTimes, count: int) -> None:
         self.stage, self.times = stage, times
         self.forward_at = [_NEVER] * count
         """when each micro-batch's input is there"""
@@ -171,7 +150,7 @@ class _VRank:
     def __init__(
         self,
         own: tuple[int, int],
-        stages: Sequence[VStage],
+        stages: Sequence[StageTimes],
         count: int,
         most: int,
         room: float,

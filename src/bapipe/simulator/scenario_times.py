@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Schedule
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Lowered, Network, lower
-from bapipe.simulator.simulate import Costs, cost_places, seconds_by_place, simulate
+from bapipe.simulator.simulate import cost_places, seconds_by_place, simulate
 
 __all__ = ["ManyCosts", "many_times", "scenario_times"]
 

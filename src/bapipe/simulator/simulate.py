@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.errors import BaPipeError, DeadlockError
 from bapipe.schedule.actions import Kind, Schedule
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.engine import Engine, TaskTimes, time_tasks
 from bapipe.simulator.lowering import EXCHANGE, Lowered, Network, lower
+from bapipe.simulator.steady_period import steady_period
 from bapipe.simulator.timeline import Timeline, Transfers
 
-__all__ = ["Costs", "ReplicaCosts", "cost_places", "seconds_by_place", "simulate", "steady_period"]
+__all__ = ["cost_places", "seconds_by_place", "simulate"]
+
 
 Floats = NDArray[np.float64]
 
@@ -29,170 +29,6 @@ _BY_KIND = (
     (Kind.R, "recompute"),
     (Kind.U, "update"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaCosts:
-    """Seconds of one replica of a stage, where they are not alike; the fields mean what they mean in `Costs`."""
-
-    forward: float
-    backward: float
-    input_gradient: float
-    weight_gradient: float
-    recompute: float
-    update: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What each stage's actions and each boundary's transfers take, per micro-batch."""
-
-    forward: tuple[float, ...]
-    """seconds, one per stage"""
-    backward: tuple[float, ...]
-    send_forward: tuple[float, ...]
-    """what crosses from stage i to i+1, one per boundary: seconds, or bytes where the network has rates"""
-    send_backward: tuple[float, ...]
-    input_gradient: tuple[float, ...]
-    weight_gradient: tuple[float, ...]
-    recompute: tuple[float, ...]
-    all_reduce: tuple[float, ...]
-    """seconds per global batch, one per stage"""
-    update: tuple[float, ...]
-    replicas: tuple[tuple[ReplicaCosts, ...], ...] | None = None
-    """for each stage what each of its replicas takes, in place of the above; empty where they are alike, None
-    where all are"""
-    unanswered: tuple[int, ...] = ()
-    """boundaries over which no gradient comes back, because nothing before them is trained: the backward of the
-    stage before waits for nothing"""
-
-    @classmethod
-    def of(
-        cls,
-        num_stages: int,
-        *,
-        forward: float | Sequence[float],
-        backward: float | Sequence[float],
-        transfer: float | Sequence[float] = 0.0,
-        transfer_backward: float | Sequence[float] | None = None,
-        weight_gradient: float | Sequence[float] | None = None,
-        recompute: float | Sequence[float] | None = None,
-        all_reduce: float | Sequence[float] = 0.0,
-        update: float | Sequence[float] = 0.0,
-    ) -> Costs:
-        """Costs from one value for all or one per stage (transfers: per boundary).
-
-        Unless given apart, errors are as large as activations, half of the backward is the weight gradient, and
-        recomputing takes as long as the forward.
-        """
-        forwards = _spread(forward, num_stages, "forward time", "stage", positive=True)
-        backwards = _spread(backward, num_stages, "backward time", "stage", positive=True)
-        weights = (
-            tuple(value / 2 for value in backwards)
-            if weight_gradient is None
-            else _spread(weight_gradient, num_stages, "weight-gradient time", "stage")
-        )
-        for total, part in zip(backwards, weights, strict=True):
-            if part > total:
-                raise BaPipeError(f"the weight gradient takes {part:g} of a backward of {total:g}; lower it")
-        back = transfer if transfer_backward is None else transfer_backward
-        return cls(
-            forward=forwards,
-            backward=backwards,
-            send_forward=_spread(transfer, num_stages - 1, "transfer time", "link"),
-            send_backward=_spread(back, num_stages - 1, "transfer time", "link"),
-            input_gradient=tuple(b - w for b, w in zip(backwards, weights, strict=True)),
-            weight_gradient=weights,
-            recompute=forwards if recompute is None else _spread(recompute, num_stages, "recompute time", "stage"),
-            all_reduce=_spread(all_reduce, num_stages, "all-reduce time", "stage"),
-            update=_spread(update, num_stages, "update time", "stage"),
-        )
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.forward)
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all stages and all transfers, both ways, are alike, as the closed forms assume."""
-        sends = {*self.send_forward, *self.send_backward}
-        return len(set(self.forward)) == len(set(self.backward)) == 1 and len(sends) <= 1
-
-    @property
-    def transfer(self) -> float:
-        """The longest transfer."""
-        return max((*self.send_forward, *self.send_backward), default=0.0)
-
-    def split(self, parts: int) -> Costs:
-        """Each stage cut into `parts` equal virtual stages, dealt round-robin as interleaving does.
-
-        Stage c·N + r is part c of rank r; the wrap from the last rank to the first costs the longest transfer.
-        """
-        wrap_forward, wrap_backward = (
-            max(sends, default=0.0) for sends in (self.send_forward, self.send_backward)
-        )
-
-        def dealt(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(value / parts for value in values) * parts
-
-        def joined(sends: tuple[float, ...], wrap: float) -> tuple[float, ...]:
-            return ((*sends, wrap) * parts)[:-1]
-
-        return Costs(
-            forward=dealt(self.forward),
-            backward=dealt(self.backward),
-            send_forward=joined(self.send_forward, wrap_forward),
-            send_backward=joined(self.send_backward, wrap_backward),
-            input_gradient=dealt(self.input_gradient),
-            weight_gradient=dealt(self.weight_gradient),
-            recompute=dealt(self.recompute),
-            all_reduce=dealt(self.all_reduce),
-            update=dealt(self.update),
-        )
-
-    def folded(self) -> Costs:
-        """Each stage cut in two equal ones, placed in a V: stages r and 2N−1−r are the halves of rank r.
-
-        What crosses between two ranks takes as long on the way up as on the way down; at the turn nothing is sent.
-        """
-
-        def halved(values: tuple[float, ...]) -> tuple[float, ...]:
-            halves = tuple(value / 2 for value in values)
-            return (*halves, *reversed(halves))
-
-        def mirrored(sends: tuple[float, ...]) -> tuple[float, ...]:
-            return (*sends, 0.0, *reversed(sends))
-
-        return Costs(
-            forward=halved(self.forward),
-            backward=halved(self.backward),
-            send_forward=mirrored(self.send_forward),
-            send_backward=mirrored(self.send_backward),
-            input_gradient=halved(self.input_gradient),
-            weight_gradient=halved(self.weight_gradient),
-            recompute=halved(self.recompute),
-            all_reduce=halved(self.all_reduce),
-            update=halved(self.update),
-        )
-
-
-def _spread(
-    value: float | Sequence[float], count: int, what: str, per: str, *, positive: bool = False
-) -> tuple[float, ...]:
-    values = [float(value)] * count if isinstance(value, (int, float)) else [float(item) for item in value]
-    if len(values) == 1 and count != 1:
-        values *= count
-    if len(values) != count:
-        raise BaPipeError(
-            f"{what}: {count} {per}{'s' if count != 1 else ''} need one value or {count}, got {len(values)}"
-        )
-    for item in values:
-        if not math.isfinite(item) or item < 0 or (positive and item == 0):
-            bound = "more than 0" if positive else "at least 0"
-            raise BaPipeError(f"{what} must be a finite number of {bound}, got {item:g}")
-        if item != 0 and not 1e-100 <= item <= 1e100:
-            raise BaPipeError(f"{what} must lie between 1e-100 and 1e100, got {item:g}; choose another unit")
-    return tuple(values)
 
 
 def simulate(
@@ -385,57 +221,3 @@ def _timeline(
         transfers=transfers,
         period=period,
     )
-
-
-def steady_period(schedule: Schedule, costs: Costs, network: Network | None = None) -> float:
-    """λ: time per micro-batch of an endless capped 1F1B pipeline without replicas.
-
-    λ = max of every stage's F+B, every link's time, and over i<j of the loop through stages i..j:
-    [Σ(F+B) + Σ(SF+SB)] / (K_i − K_j + 1), where on cut-through links only what outlasts the compute counts. No
-    loop goes through a boundary over which no gradient comes back. It is reached, not only a bound, where every
-    direction has a link of its own. A denominator of 0 or less is a deadlock. Cost: O(N²).
-    """
-    network = network or Network()
-    sending = network.sending or schedule.sending
-    if schedule.caps is None:
-        raise BaPipeError(f"{schedule.name} has no caps, so it has no steady period; use a 1f1b schedule")
-    if sending == "blocking":
-        raise BaPipeError(f"{schedule.name} has no known steady period with blocking sends; choose other links")
-    N = schedule.num_stages
-    work = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
-    busy: dict[Hashable, float] = {}
-    exposed = []
-    for stage in range(N - 1):
-        ahead, behind = schedule.placement[stage][0], schedule.placement[stage + 1][0]
-        between = 0.0
-        for ends, amount, compute in (
-            ((ahead, behind), costs.send_forward[stage], costs.forward[stage]),
-            ((behind, ahead), costs.send_backward[stage], costs.backward[stage + 1]),
-        ):
-            route, link = network.route(*ends), network.link(*ends)
-            seconds = amount * route.seconds_per_unit
-            busy[link] = busy.get(link, 0.0) + seconds
-            for uplink, rate in route.uplinks:
-                busy[uplink] = busy.get(uplink, 0.0) + amount * rate
-            hidden = compute if sending == "cut-through" else 0.0
-            between += max(0.0, seconds + route.latency - hidden)
-        exposed.append(between)
-    period = max(work)
-    if not network.latency_only:
-        period = max(period, *busy.values(), 0.0)
-    caps = np.array([min(cap, 2**53) for cap in schedule.caps])
-    steps = np.array(work[1:]) + np.array(exposed)
-    for i in range(N - 1):
-        last = next((boundary for boundary in sorted(costs.unanswered) if boundary >= i), N - 1)
-        loops = np.cumsum(np.concatenate([[work[i]], steps[i:last]]))[1:]
-        turns = caps[i] - caps[i + 1 : last + 1] + 1
-        if not len(turns):
-            continue
-        if turns.min() <= 0:
-            j = i + 1 + int(np.argmax(turns <= 0))
-            raise DeadlockError(
-                f"stage {i} may hold {schedule.caps[i]} micro-batches but stage {j} wants "
-                f"{schedule.caps[j]} before its first backward; raise the cap of stage {i}"
-            )
-        period = max(period, float((loops / turns).max()))
-    return period

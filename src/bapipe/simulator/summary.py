@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.closed_forms import closed_form
+from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.lowering import Network
-from bapipe.simulator.simulate import Costs
 from bapipe.simulator.timeline import Timeline
 
 __all__ = ["Summary", "summarise"]

@@ -20,6 +20,8 @@ Floats = NDArray[np.float64]
 _COMPUTES = np.isin(range(len(Kind)), [int(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)])
 _GROWS = np.isin(range(len(Kind)), [int(Kind.F), int(Kind.R)])
 """by kind of action: whether it computes, and whether it adds activations, when it starts"""
+_RESOLUTION, _LEAST = 1e-15, 1e-290
+"""of the whole time, and of any: spans that no clock tells from none"""
 
 
 def _no_ints() -> Ints:
@@ -153,7 +155,9 @@ class Timeline:
         chosen = steady if len(steady) else source
         if not len(chosen):
             return 0.0
-        rate = 1.0 / np.maximum(self.end[chosen] - self.start[chosen], np.finfo(float).tiny)
+        # An action of no time, or of less than the clock tells apart, sends as fast as can be added up.
+        shortest = max(_RESOLUTION * float(self.end.max()), _LEAST)
+        rate = 1.0 / np.maximum(self.end[chosen] - self.start[chosen], shortest)
         times = np.concatenate([self.start[chosen], self.end[chosen]])
         ranks = np.concatenate([self.ranks[chosen]] * 2)
         return max(_running_peak(times, np.concatenate([rate, -rate]), ranks, self.num_ranks))

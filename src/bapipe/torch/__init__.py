@@ -14,28 +14,38 @@ if TYPE_CHECKING:
     from bapipe.torch.capturing import capture
     from bapipe.torch.checkpoint.checkpoints import Checkpoints
     from bapipe.torch.pipedream.async_pipeline import PipeDream
+    from bapipe.torch.runtime.evaluation_outputs import Evaluated
     from bapipe.torch.runtime.pipeline import Pipeline
     from bapipe.torch.runtime.pipeline_options import PipelineOptions
+    from bapipe.torch.runtime.rank_batches import RankBatch
+    from bapipe.torch.runtime.rank_loader import RankLoader
     from bapipe.torch.stage.loss_weighing import token_mean
-    from bapipe.torch.trials.auto import AutoOptions, auto
+    from bapipe.torch.trials.auto import auto
+    from bapipe.torch.trials.auto_options import AutoOptions
 
 __all__ = [
     "AutoOptions",
     "Checkpoints",
+    "Evaluated",
     "PipeDream",
     "Pipeline",
     "PipelineOptions",
+    "RankBatch",
+    "RankLoader",
     "auto",
     "capture",
     "token_mean",
 ]
 
 _MODULES = {
-    "AutoOptions": "trials.auto",
+    "AutoOptions": "trials.auto_options",
     "Checkpoints": "checkpoint.checkpoints",
+    "Evaluated": "runtime.evaluation_outputs",
     "PipeDream": "pipedream.async_pipeline",
     "Pipeline": "runtime.pipeline",
     "PipelineOptions": "runtime.pipeline_options",
+    "RankBatch": "runtime.rank_batches",
+    "RankLoader": "runtime.rank_loader",
     "auto": "trials.auto",
     "capture": "capturing",
     "token_mean": "stage.loss_weighing",

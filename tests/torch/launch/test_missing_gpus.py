@@ -22,6 +22,8 @@ from bapipe.torch.launch.launcher import check_gpus, launch  # noqa: E402
 from bapipe.torch.launch.run_options import RunOptions  # noqa: E402
 from bapipe.torch.runtime.plan_checks import describe_need, missing_gpus, ranks_on_gpus  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 EXAMPLES = REPOSITORY / "examples"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU here, so nothing is missing")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -32,6 +34,7 @@ EVERYTHING = RunOptions(
     learning_rate=0.25,
     timeout=12.5,
     data="digits",
+    engine="torch",
     transport="gloo",
     device="cpu",
     compiled=True,
@@ -39,6 +42,7 @@ EVERYTHING = RunOptions(
     vertical_sync=True,
     as_json=True,
     tensorboard=Path("board"),
+    log=("csv:steps.csv", "wandb:mine"),
     saving=Saving(folder=Path("saved"), every=2, keep=4, asynchronous=True, resume=True),
 )
 """every option, with a value that is not its default"""
@@ -83,11 +87,23 @@ def test_a_printed_command_is_short_and_survives_the_shell() -> None:
         ('{"stepps":1}', r"the options of the run: unknown key 'stepps' \(did you mean 'steps'\?\); remove or"),
         ('{"steps":"1"}', "the options of the run: steps: expected a whole number; got '1'"),
         ('{"steps":0}', "a run needs at least 1 step, got 0; raise --steps"),
+        ('{"timeout":1e20}', r"the timeout can be 1e\+07 s at most, got 1e\+20; lower --timeout"),
+        (
+            '{"learning_rate":-1}',
+            "the learning rate must be at least 0, got -1; change --learning-rate",
+        ),
+        ('{"seed":9000000000000000000}', "the seed must be within 62 bits, got 9000000000000000000; lower --seed"),
     ],
 )
 def test_other_options_of_a_rank_are_refused(text: str, message: str) -> None:
     with pytest.raises(BaPipeError, match=message):
         parse_options(text)
+
+
+@pytest.mark.parametrize("options", [{"timeout": math.inf}, {"learning_rate": math.nan}, {"steps": 10**30}])
+def test_numbers_that_no_rank_could_be_told_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BaPipeError, match=r"; (lower|change) --"):
+        RunOptions(**options)
 
 
 def test_a_rank_refuses_other_options_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,8 @@ from bapipe.torch.profiler.measure_links import measure_links
 from bapipe.torch.profiler.measurement import Environment
 from bapipe.torch.profiler.statistics import SampleSummary
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 MIB = 2**20
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from bapipe.analysis.recalibrate import predict_again
 from bapipe.planner import Request, explore
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from made_profiles import made_cluster, made_profile
 from made_runs import made_run

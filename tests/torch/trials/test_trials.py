@@ -17,8 +17,11 @@ from bapipe.hardware.cluster_file import read_cluster  # noqa: E402
 from bapipe.planner import Request, explore, make_plan  # noqa: E402
 from bapipe.records.plan import Plan, read_plan  # noqa: E402
 from bapipe.torch.launch.run_options import RunOptions  # noqa: E402
-from bapipe.torch.trials.auto import AutoOptions, auto  # noqa: E402
+from bapipe.torch.trials.auto import auto  # noqa: E402
+from bapipe.torch.trials.auto_options import AutoOptions  # noqa: E402
 from bapipe.torch.trials.plan_race import race  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 MODEL = """
 import torch

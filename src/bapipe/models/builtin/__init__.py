@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from bapipe.errors import BaPipeError, nearest
 from bapipe.models.builtin.convolutional import alexnet, resnet18, resnet50, vgg16
@@ -13,7 +14,7 @@ from bapipe.models.builtin.recurrent import gnmt
 from bapipe.models.builtin.transformers import bert, gpt2, llama
 from bapipe.models.layers import Model
 
-__all__ = ["BUILTIN_NAMES", "Argument", "builtin_model", "is_builtin"]
+__all__ = ["BUILTIN_NAMES", "Argument", "SizeOption", "builtin_model", "is_builtin", "size_option"]
 
 Argument = str | int | float | bool
 _MAX = 10**9
@@ -66,6 +67,47 @@ def is_builtin(name: str) -> bool:
     return key in _TABLES or _GNMT.fullmatch(key) is not None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeOption:
+    """An option of a built-in model by which it grows."""
+
+    name: str
+    usual: int
+    """as the model of that name has it"""
+    least: int
+    step: int
+    """values are the least and multiples of this beyond it"""
+    most: int
+    """the largest that makes sense"""
+
+
+_LONGEST = {"gpt2": 1024, "bert": 512}
+"""tokens that the positions of these models reach to"""
+_DEPTHS = ("blocks", "layers")
+
+
+def size_option(name: str, quantity: str) -> SizeOption:
+    """The option by which a built-in model's sequence or depth changes; raises BaPipeError where it has none."""
+    table = _table(name)
+    assert table is not None, "only built-in models are asked for"
+    fixed = dict(table.keywords) if isinstance(table, functools.partial) else {}
+    function = table.func if isinstance(table, functools.partial) else table
+    defaults = {key: item.default for key, item in inspect.signature(function).parameters.items()}
+    if quantity == "sequence" and "sequence" in defaults:
+        usual = int(defaults["sequence"])
+        step = min(128, usual)
+        most = _LONGEST.get(function.__name__, 1024 * usual)
+        return SizeOption(name="sequence", usual=usual, least=step, step=step, most=most)
+    own = next((key for key in _DEPTHS if key in fixed), None)
+    if quantity == "depth" and own is not None:
+        least, step = (4, 2) if own == "layers" else (1, 1)
+        return SizeOption(name=own, usual=int(fixed[own]), least=least, step=step, most=1000)
+    raise BaPipeError(
+        f"{name} has no {quantity} to change; write its layers as a table (.toml) of another {quantity} and plan "
+        "that, or use --largest batch"
+    )
+
+
 def builtin_model(name: str, **args: Argument) -> Model:
     """The table of that name; `args` are the options of its function, such as image=224 or sequence=512."""
     table = _table(name)
@@ -74,7 +116,11 @@ def builtin_model(name: str, **args: Argument) -> Model:
             f"unknown model '{name[:60]}'{nearest(name, BUILTIN_NAMES)}; built-in are {', '.join(BUILTIN_NAMES)} "
             "and gnmt-L for every even L of at least 4"
         )
-    fixed = table.keywords if isinstance(table, functools.partial) else {}
+    fixed = {
+        key: value
+        for key, value in (table.keywords if isinstance(table, functools.partial) else {}).items()
+        if key not in _DEPTHS
+    }
     options = {key: item for key, item in inspect.signature(table).parameters.items() if key not in fixed}
     for key, value in args.items():
         if key not in options:

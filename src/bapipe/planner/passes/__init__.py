@@ -8,10 +8,12 @@ from bapipe.planner.passes.choose_sizes import choose_sizes
 from bapipe.planner.passes.copy_parts import copy_parts
 from bapipe.planner.passes.estimates import estimate_alternatives
 from bapipe.planner.passes.paper_steps import record_paper_steps
+from bapipe.planner.passes.recompute_layers import recompute_layers
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.replicate import replicate_pipelines
 from bapipe.planner.passes.require_plan import require_plan
 from bapipe.planner.passes.search_cuts import search_cuts
+from bapipe.planner.passes.share_states import share_states, try_engines
 from bapipe.planner.passes.try_sizes import try_sizes
 from bapipe.planner.passes.weigh_errors import weigh_errors
 from bapipe.planner.state import SearchState
@@ -25,8 +27,11 @@ PASSES: tuple[Callable[[SearchState], None], ...] = (
     replicate_pipelines,  # PP × DP of pipelines that are planned for a share of the accelerators
     copy_parts,  # on a large cluster, copies of a plan that is searched for a part of it
     search_cuts,  # what only the simulator finds: cuts, orders of accelerators, replicas, in-flight counts
+    recompute_layers,  # where memory lacks, the layers whose forward is repeated
+    share_states,  # ZeRO-1: the same with optimizer states shared by the replicas of a stage
+    try_engines,  # data parallelism as torch's DDP and FSDP2 run it
     require_plan,  # from here on something fits; else says what would help
     weigh_errors,  # where times are known with an error: ranges, and the plan that loses least by it
-    estimate_alternatives,  # ZeRO-1, FSDP and tensor slicing by formula
+    estimate_alternatives,  # tensor slicing by formula
     record_paper_steps,  # the paper's exploration, where it is to be explained
 )

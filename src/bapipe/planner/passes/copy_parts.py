@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 
 from bapipe.costs.stage_memory import UnitBytes
 from bapipe.errors import BaPipeError, InfeasibleError
+from bapipe.planner.candidate import Candidate, StageChoice
 from bapipe.planner.cluster_parts import Part, copies_on, copies_wanted, parts_of
 from bapipe.planner.data_parallel import data_parallel_candidate
-from bapipe.planner.evaluate import Candidate, StageChoice, evaluate
+from bapipe.planner.evaluate import evaluate
 from bapipe.planner.hybrids import REPLICATED
 from bapipe.planner.outline import Outline, outline
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.try_sizes import try_sizes
-from bapipe.planner.pipelines import FAMILIES, Family, optimal
+from bapipe.planner.pipelines import FAMILIES, Family, optimal, permitted
+from bapipe.planner.request import Request
 from bapipe.planner.state import SearchState
 
 __all__ = ["copy_parts"]
@@ -107,7 +109,7 @@ def _outlines(state: SearchState, share: SearchState, part: Part, size: int) -> 
             evaluation = evaluate(candidate, state.hardware)
             yield Outline(time=evaluation.time, evaluation=evaluation)
         return
-    for family in _families(request.schedule, request.cap):
+    for family in _families(request):
         tried: list[list[StageChoice]] = []
         for link in part.cluster.stage_links:
             try:
@@ -131,11 +133,12 @@ def _outlines(state: SearchState, share: SearchState, part: Part, size: int) -> 
                 yield found
 
 
-def _families(wanted: str | None, cap: int | None) -> list[Family]:
+def _families(request: Request) -> list[Family]:
     """The schedules that sizes of parts are compared by: what is asked for, or a few that fill their bubbles, hold
     little or may recompute."""
-    names = ("1f1b", "zb", "1f1b-sno", "zb-h1") if wanted is None else (wanted,)
-    return [replace(FAMILIES[name].unreplicated(), cap=cap) for name in names if name in FAMILIES]
+    names = ("1f1b", "zb", "1f1b-sno", "zb-h1") if request.schedule is None else (request.schedule,)
+    known = permitted({name: FAMILIES[name] for name in names if name in FAMILIES}, request)
+    return [replace(family.unreplicated(), cap=request.cap) for family in known.values()]
 
 
 def _search_part(state: SearchState, part: Part, sizes: tuple[int, ...]) -> None:

@@ -9,8 +9,9 @@ __all__ = ["estimate_alternatives"]
 
 
 def estimate_alternatives(state: SearchState) -> None:
-    """Add time and memory of ZeRO-1, FSDP and tensor slicing at the plan's micro-batch size."""
+    """Add time and memory of tensor slicing at the plan's micro-batch size."""
     if state.paper:
         return
     chain = state.best.candidate.chain
-    state.estimates = tuple(analytic_alternatives(chain, state.hardware, state.global_batch // chain.microbatch))
+    found = analytic_alternatives(chain, state.hardware, state.global_batch // chain.microbatch)
+    state.estimates = tuple(item for item in found if item.name.startswith("tensor"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bapipe.costs.segments import Chain
-from bapipe.planner.evaluate import StageChoice, is_data_parallel, unreplicated
+from bapipe.planner.candidate import StageChoice, is_data_parallel, unreplicated
 from bapipe.planner.exact_stages import exact_stages, tries_replicas
 from bapipe.planner.fixed_partitions import fixed_partitions, paper_candidate
 from bapipe.planner.hybrids import balanced_hybrids

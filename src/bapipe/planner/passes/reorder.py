@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bapipe.planner.evaluate import Evaluation, StageChoice
+from bapipe.planner.candidate import StageChoice
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.incumbents import lightest
 from bapipe.planner.intra_layer_cuts import splits_everywhere
 from bapipe.planner.order_search import Moves, takes_orders, timed_plans

@@ -37,7 +37,7 @@ def _pipelines_of_share(state: SearchState, number: int) -> list[Evaluation]:
     [] where that cannot be planned.
     """
     cluster, global_batch = state.cluster, state.global_batch // number
-    part = replace(cluster, accelerators=cluster.accelerators[: len(cluster) // number])
+    part = cluster.part(cluster.accelerators[: len(cluster) // number])
     request = replace(state.request, global_batch=global_batch, stages=len(part))
     try:
         sizes = tuple(microbatch_sizes(state.profile, part, request, global_batch))

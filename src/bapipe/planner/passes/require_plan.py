@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bapipe.costs.stage_memory import UnitBytes, stage_gradients
+from bapipe.costs.held_weights import stage_gradients
+from bapipe.costs.stage_memory import UnitBytes
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.planner.state import SearchState
 from bapipe.schedule.v_shape import V_SHAPED

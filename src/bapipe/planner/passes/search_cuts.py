@@ -8,14 +8,15 @@ import math
 
 from bapipe.costs.segments import Chain
 from bapipe.errors import BaPipeError
+from bapipe.planner.candidate import StageChoice
 from bapipe.planner.cut_search import CutSearch
 from bapipe.planner.dealing_moves import improve_dealing
 from bapipe.planner.effort import effort_of
-from bapipe.planner.evaluate import Evaluation, StageChoice
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.incumbents import lightest
+from bapipe.planner.interleaved_pipelines import interleaved_candidate
 from bapipe.planner.order_space import order_spaces
 from bapipe.planner.passes.reorder import reorder_pipelines
-from bapipe.planner.pipelines import interleaved_candidate
 from bapipe.planner.plan_climb import climb
 from bapipe.planner.state import SearchState
 from bapipe.planner.v_pipelines import v_pipelines
@@ -42,8 +43,8 @@ def search_cuts(state: SearchState) -> None:
             _fit(state, search)
         return
     before, shapes = search.best, search.shapes(state.tried_sizes)
-    if search.open == 0.0:
-        # Too many plans to list them all: those near the best ones first.
+    if search.open == 0.0 or search.too_many(shapes):
+        # Too many plans to try them all: those near the best ones first.
         if any(own.short is not None for own in state.incumbents.by_family.values()):
             _fit(state, search)
         for start in climb_starts(state):
@@ -98,7 +99,14 @@ def _fold_on(state: SearchState, search: CutSearch, chain: Chain, microbatches: 
     with contextlib.suppress(BaPipeError):
         within = math.inf if search.best is None else search.best.time
         made = v_pipelines(
-            name, chain, state.hardware, microbatches, ranks=ranks, within=tuning.near_best * within, tuning=tuning
+            name,
+            chain,
+            state.hardware,
+            microbatches,
+            ranks=ranks,
+            within=tuning.near_best * within,
+            lighter=search.best is None,
+            tuning=tuning,
         )
         own = lightest(made, within=tuning.as_fast)
         if own is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from bapipe.planner.candidate import Candidate
 from bapipe.planner.cut_search import CutSearch, Shape, family_of
 from bapipe.planner.effort import Effort
-from bapipe.planner.evaluate import Candidate, Evaluation
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.incumbents import rank
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.search_cuts import climb_starts, may_search

@@ -6,13 +6,14 @@ import math
 from dataclasses import replace
 
 from bapipe.errors import BaPipeError
+from bapipe.planner.candidate import Candidate
 from bapipe.planner.data_parallel import at_global_batch, data_parallel_candidate, dealt_data_parallel
-from bapipe.planner.evaluate import Candidate
 from bapipe.planner.incumbents import lightest, rank
+from bapipe.planner.interleaved_pipelines import interleaved_candidate, looped_pipelines
 from bapipe.planner.intra_layer_cuts import splits_everywhere
 from bapipe.planner.passes.family_passes import FAMILY_PASSES, FamilyScope, SharedPartitions, reuse_cuts
-from bapipe.planner.pipelines import Family, families_for, interleaved_candidate
-from bapipe.planner.request import Request
+from bapipe.planner.pipelines import Family, families_for, permitted
+from bapipe.planner.request import ENGINES, Request
 from bapipe.planner.state import SearchState, SizeScope
 from bapipe.planner.v_pipelines import v_pipelines
 from bapipe.schedule.v_shape import V_SHAPED
@@ -90,7 +91,7 @@ SIZE_PASSES = (try_data_parallelism, try_pipelines, try_every_depth)
 
 
 def _wants_pipelines(request: Request) -> bool:
-    return request.strategy != "dp" and request.schedule != "data-parallel"
+    return request.strategy not in ("dp", *ENGINES) and request.schedule != "data-parallel"
 
 
 def _schedule_of(request: Request) -> str | None:
@@ -100,7 +101,7 @@ def _schedule_of(request: Request) -> str | None:
 def _families(state: SearchState, request: Request) -> dict[str, Family]:
     """The families that are asked for and that the accelerators allow; refuses a schedule of none."""
     wanted = _schedule_of(request)
-    known = families_for(state.cluster, paper=state.paper, wanted=wanted, cap=request.cap)
+    known = permitted(families_for(state.cluster, paper=state.paper, wanted=wanted, cap=request.cap), request)
     families = {name: family for name, family in known.items() if wanted in (None, family.schedule)}
     several = wanted == "interleaved" or (wanted in V_SHAPED and "gpipe" in known)
     if not families and not several:
@@ -112,7 +113,7 @@ def _families(state: SearchState, request: Request) -> dict[str, Family]:
 
 
 def _try_interleaving(state: SearchState, scope: SizeScope) -> None:
-    """Add interleaved 1F1B of two or three stages per accelerator.
+    """Add interleaved 1F1B of two or three stages per accelerator, and with more stages on some than on others.
 
     Where neither fits, with recomputation and up to four: the more stages, the less memory one needs.
     """
@@ -125,26 +126,60 @@ def _try_interleaving(state: SearchState, scope: SizeScope) -> None:
         return
     if scope.microbatches < ranks and not forced:
         return
+    alike = len(scope.chain.types) == 1
     made: list[Candidate] = []
-    for virtual in (2, 3, 4):
+    refused: BaPipeError | None = None
+    for virtual in (2, 3, 4) if alike else ():
         try:
             made.append(
                 interleaved_candidate(
                     scope.chain, state.hardware, scope.microbatches, ranks=ranks, virtual=virtual
                 )
             )
-        except BaPipeError:
-            if forced and virtual == 2:
-                raise
+        except BaPipeError as error:
+            refused = error if forced and virtual == 2 else None
             break
     for candidate in made[:2]:
         state.consider("interleaved", candidate)
+    _try_unequal_numbers(state, scope, ranks, forced=forced)
+    if refused is not None and "interleaved" not in state.incumbents.by_family:
+        raise refused
+    if not alike:
+        return
     held = state.incumbents.by_family.get("interleaved")
-    if held is None or held.short is not None:
+    if request.whole_stages and (held is None or held.short is not None):
         for candidate in made:
             again = tuple(replace(stage, recompute=True) for stage in candidate.stages)
             label = f"{candidate.label}, recomputing"
             state.consider("interleaved with recomputation", replace(candidate, stages=again, label=label))
+
+
+def _try_unequal_numbers(state: SearchState, scope: SizeScope, ranks: int, *, forced: bool) -> None:
+    """Add interleaving with more stages on some accelerators than on others, where it may be the fastest."""
+    if ranks > scope.microbatches or not (forced or state.thorough(len(scope.chain))):
+        return
+    own, best = state.incumbents.by_family.get("interleaved"), state.incumbents.best
+    if best is None and not forced:
+        return  # where nothing fits, schedules that hold less are wanted
+    held = own if forced else best
+    within = math.inf if held is None or held.short is not None else held.time
+    try:
+        made = looped_pipelines(
+            scope.chain, state.hardware, scope.microbatches, ranks=ranks, within=within, tuning=state.tuning
+        )
+    except BaPipeError:
+        if forced and own is None:
+            raise
+        return
+    for evaluation in made:
+        state.incumbents.add("interleaved", evaluation)
+    mixed = len(scope.chain.types) > 1
+    if forced and mixed and "interleaved" not in state.incumbents.by_family:
+        raise BaPipeError(
+            f"interleaving needs two stages on some of {ranks} accelerators, {scope.chain.profile.model.name} has "
+            f"{len(scope.chain)} layers, and orders for mixed ones are made up to {state.tuning.order_size} "
+            "forwards; lower --stages or choose another --schedule"
+        )
 
 
 def _try_v_shapes(state: SearchState, scope: SizeScope) -> None:
@@ -174,6 +209,7 @@ def _try_v_shapes(state: SearchState, scope: SizeScope) -> None:
                 scope.microbatches,
                 ranks=ranks,
                 within=within,
+                lighter=forced,
                 tuning=state.tuning,
             )
         except BaPipeError:

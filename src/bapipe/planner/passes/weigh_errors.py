@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bapipe.planner.evaluate import Candidate, Evaluation, evaluate
+from bapipe.planner.candidate import Candidate
+from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.incumbents import rank
 from bapipe.planner.nearby import moved_candidates, other_orders, sampled_orders
 from bapipe.planner.outlook import Outlook, least_regret
@@ -122,4 +123,5 @@ def _shape(candidate: Candidate) -> tuple[object, ...]:
     order = tuple(
         lane.kinds.tobytes() + lane.stages.tobytes() + lane.microbatches.tobytes() for lane in schedule.lanes
     )
-    return candidate.chain.units, candidate.chain.microbatch, candidate.stages, schedule.name, order
+    chain, how = candidate.chain, (candidate.zero, candidate.engine)
+    return chain.units, chain.microbatch, chain.recompute, candidate.stages, schedule.name, order, how

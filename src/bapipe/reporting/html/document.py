@@ -8,8 +8,8 @@ from importlib.resources import files
 from bapipe.analysis.predicted_measured import compare
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
-from bapipe.planner.evaluate import plan_timeline
 from bapipe.planner.partition.paper.step_record import Step
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord
 from bapipe.reporting.charts.frame import DARK, LIGHT, chart_style, safe

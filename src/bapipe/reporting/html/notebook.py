@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.reporting.charts.alternatives import alternatives_chart
 from bapipe.reporting.charts.balance import balance_chart, balance_of

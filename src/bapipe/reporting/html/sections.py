@@ -6,6 +6,7 @@ text that comes from a model or a file is escaped and cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from bapipe.analysis.predicted_measured import Comparison, MemoryPair, Pair
@@ -34,7 +35,7 @@ from bapipe.reporting.views.layer_view import LayerView
 from bapipe.reporting.views.memory_view import MemoryView
 from bapipe.simulator.timeline import Timeline
 
-__all__ = ["MOST_ROWS", "Subject", "charts_of", "sections_html"]
+__all__ = ["MOST_ROWS", "Subject", "charts_of", "sections_html", "timeline_section"]
 
 _PARTS = {"activations": "saved activations"}
 """heads of columns that differ from the plan's keys"""
@@ -88,10 +89,14 @@ def sections_html(subject: Subject) -> str:
 
 
 def _timeline(subject: Subject) -> str:
-    both = subject.comparison is not None
-    choices = (("both", "predicted and measured"), ("predicted", "predicted"), ("measured", "measured"))
+    both = (("both", "predicted and measured"), ("predicted", "predicted"), ("measured", "measured"))
+    return timeline_section(subject.plan.microbatches, choices=() if subject.comparison is None else both)
+
+
+def timeline_section(microbatches: int, *, choices: Sequence[tuple[str, str]] = (), more: str = "") -> str:
+    """The timeline's canvas and controls; `choices` are what can be shown, `more` stands above it."""
     options = "".join(f'<option value="{value}">{words}</option>' for value, words in choices)
-    shown = f'<label>show <select id="timeline-shown">{options}</select></label>' if both else ""
+    shown = f'<label>show <select id="timeline-shown">{options}</select></label>' if choices else ""
     return section(
         "timeline",
         "Timeline",
@@ -101,7 +106,7 @@ def _timeline(subject: Subject) -> str:
         '<button type="button" id="zoom-all">whole</button></span>'
         f"{shown}"
         '<label>micro-batch <input id="highlight" type="number" min="0" '
-        f'max="{subject.plan.microbatches - 1}" placeholder="all"></label></div>',
+        f'max="{microbatches - 1}" placeholder="all"></label></div>{more}',
         '<div id="timeline-view" class="view" tabindex="0" role="application" aria-label="pipeline timeline" '
         'aria-describedby="timeline-keys"><canvas id="timeline-canvas"></canvas>'
         '<div id="tip" class="tip" hidden></div></div>',
@@ -154,7 +159,7 @@ def _balance(subject: Subject, chart: Chart) -> str:
             [
                 str(number),
                 safe(stage.accelerators[0]) + more,
-                _layer_range(stage) + (" (recomputes)" if stage.recompute else ""),
+                _layer_range(stage) + (f" ({stage.recomputed})" if stage.recomputed else ""),
                 seconds(stage.forward),
                 seconds(stage.backward),
                 figure(stage.in_flight, f"{stage.in_flight:g}"),

@@ -37,6 +37,11 @@ def shape(plan: Plan) -> str:
     }[plan.kind]
     if plan.kind == "pipeline" and len(plan.stages) == 1:
         kind = "one accelerator"
+    if plan.engine != "bapipe":
+        engine = {"ddp": "DDP", "fsdp": "FSDP2"}[plan.engine]
+        kind = f"{engine} of torch on {len(plan.ranks)} accelerators"
+    if plan.zero_stage:
+        kind = f"{kind}, ZeRO-{plan.zero_stage}"
     return f"{kind}, {plan.microbatches} micro-batches of {plan.microbatch_size}"
 
 
@@ -153,7 +158,7 @@ class _StageTable:
     def _rows(self, number: int, *, bars: bool) -> list[tuple[str, ...]]:
         """The stage's own, and where its replicas are not alike one for those that are."""
         stage, groups = self._stages[number], _alike_replicas(self._stages[number])
-        layers = stage_layers(stage) + (" (recomputes)" if stage.recompute else "")
+        layers = stage_layers(stage) + (f" ({stage.recomputed})" if stage.recomputed else "")
         sends = format_bytes(stage.send_forward_bytes) if number + 1 < len(self._stages) else "–"
         load = ("", "", "") if groups else _load(stage, bars=bars)
         rows: list[tuple[str, ...]] = [(str(number), _place(stage.accelerators), layers, *load, sends)]

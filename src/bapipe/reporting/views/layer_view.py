@@ -95,7 +95,7 @@ def layer_view(plan: Plan, profile: Profile) -> LayerView:
 
     The profile must be the one that was planned with (`require_profile_of`). A layer's times are those on the
     slowest type among its stage's accelerators, as the simulator takes them; a split layer's are the sum of its
-    parts.
+    parts. The backward of a layer that recomputes has its forward in it, as the stage's has.
     """
     type_of = {accelerator.name: accelerator.type for accelerator in plan.cluster.accelerators}
     costs = {name: profile.at(name, plan.microbatch_size) for name in dict.fromkeys(type_of.values())}
@@ -108,8 +108,11 @@ def layer_view(plan: Plan, profile: Profile) -> LayerView:
         for layer, part in shares_of(stage).items():
             share[layer] = part
             owners[layer].append(number)
+        again = np.zeros(count)
+        for run in stage.recompute_layers:
+            again[run.first : run.last + 1] = 1.0
         forward += _slowest([costs[name].forward * share for name in types])
-        backward += _slowest([costs[name].backward * share for name in types])
+        backward += _slowest([(costs[name].backward + again * costs[name].forward) * share for name in types])
     weights = profile.weight_bytes
     saved, ahead, back = (
         _largest(costs, field) for field in ("saved_activations", "boundary_forward", "boundary_backward")

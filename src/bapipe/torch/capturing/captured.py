@@ -166,6 +166,26 @@ class Captured:
         args, kwargs = self.examples.resized(batch).tree()
         return capture(self.module, args, kwargs, dynamic_batch=False, check=self.checked is not None)
 
+    def of_length(self, length: int) -> Captured:
+        """The capture to run sequences of so many positions with: this one, or a new one of the same module.
+
+        Raises BaPipeError where the inputs have no sequences, or the model does not take them so long.
+        """
+        if self.examples.length is None:
+            raise BaPipeError(
+                "the example inputs have no sequences: no tensor of them has a second dimension; leave lengths out"
+            )
+        if length == self.examples.length:
+            return self
+        args, kwargs = self.examples.of_length(length).tree()
+        found = capture(self.module, args, kwargs, dynamic_batch=self.dynamic, check=self.checked is not None)
+        if [layer.name for layer in found.layers] != [layer.name for layer in self.layers]:
+            raise BaPipeError(
+                f"with sequences of {length} the model has other layers than with {self.examples.length}; plan "
+                "each length by itself"
+            )
+        return found
+
 
 def capture(
     module: nn.Module,

@@ -85,6 +85,31 @@ class Examples:
         )
         return replace(self, leaves=tuple(moved))
 
+    @property
+    def length(self) -> int | None:
+        """Positions of a sequence: the second dimension of the first tensor that has one and counts samples."""
+        sized = (leaf for leaf, batched in zip(self.leaves, self.batched, strict=True) if batched)
+        return next((int(leaf.shape[1]) for leaf in sized if leaf.ndim > 1), None)
+
+    @property
+    def positions(self) -> tuple[tuple[int, ...], ...]:
+        """Per leaf, the dimensions that count positions: those as large as `length`, but not that of samples."""
+        found = []
+        for leaf, batched in zip(self.leaves, self.batched, strict=True):
+            dims = range(int(batched), leaf.ndim) if isinstance(leaf, Tensor) else ()
+            found.append(tuple(dim for dim in dims if leaf.shape[dim] == self.length))
+        return tuple(found)
+
+    def of_length(self, length: int) -> Examples:
+        """The same with sequences of so many positions: the first ones, or all over again."""
+        leaves = list(self.leaves)
+        for index, dims in enumerate(self.positions):
+            for dim in dims:
+                leaf = leaves[index].detach()
+                chosen = torch.arange(length, device=leaf.device) % leaf.shape[dim]
+                leaves[index] = leaf.index_select(dim, chosen).requires_grad_(leaves[index].requires_grad)
+        return replace(self, leaves=tuple(leaves))
+
     def resized(self, batch: int) -> Examples:
         """The same with so many samples: the first ones, or all over again."""
         leaves = list(self.leaves)

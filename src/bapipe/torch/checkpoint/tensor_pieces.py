@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ __all__ = [
     "optimizer_name",
     "piece_of",
     "place_box",
+    "range_pieces",
     "saved_tensor",
 ]
 
@@ -102,6 +104,43 @@ def piece_of(tensor: Tensor, part: Slice | None = None) -> Piece:
     if part is not None:
         start[part.dim], whole[part.dim] = part.start, part.of
     return Piece(tensor=tensor.detach(), start=tuple(start), whole=tuple(whole))
+
+
+def range_pieces(flat: Tensor, begin: int, shape: Sequence[int], part: Slice | None = None) -> list[Piece]:
+    """Elements of a tensor of this shape, row by row from `begin` on, as boxes of it, of which there are few.
+
+    `flat` has them in one dimension; the boxes are views of it. `part` says which part of the whole the tensor is.
+    """
+    found = []
+    for at, offsets, sizes in _boxes(begin, begin + flat.numel(), tuple(shape)):
+        box = flat[at - begin : at - begin + math.prod(sizes)].view(sizes)
+        start, whole = list(offsets), list(shape)
+        if part is not None:
+            start[part.dim] += part.start
+            whole[part.dim] = part.of
+        found.append(Piece(tensor=box.detach(), start=tuple(start), whole=tuple(whole)))
+    return found
+
+
+def _boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """First element, offsets and sizes of boxes that are the elements [begin, end): the rest of a row, whole rows,
+    and the begin of one."""
+    if begin >= end:
+        return
+    if not shape:
+        yield 0, (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, (end - 1) // row
+    whole = range(first + (begin % row > 0), last + (end % row == 0))
+    if begin % row or (first == last and not whole):
+        for at, offsets, sizes in _boxes(begin - first * row, min(end - first * row, row), shape[1:]):
+            yield first * row + at, (first, *offsets), (1, *sizes)
+    if whole:
+        yield whole.start * row, (whole.start, *[0] * (len(shape) - 1)), (len(whole), *shape[1:])
+    if last > first and end % row:
+        for at, offsets, sizes in _boxes(0, end - last * row, shape[1:]):
+            yield last * row + at, (last, *offsets), (1, *sizes)
 
 
 def _find(pieces: Pieces, index: MetadataIndex) -> Tensor:

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from bapipe.torch.checkpoint.tensor_pieces import (
     optimizer_key,
     optimizer_name,
     piece_of,
+    range_pieces,
     saved_tensor,
 )
 from bapipe.torch.inputs.master_weights import MasterWeights
@@ -49,8 +51,36 @@ _NO_OPTIONS = frozenset(
 )
 """entries of a parameter group that say which parameters, or how a step is computed, and not what"""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-Named = dict[int, tuple[str, Slice | None]]
-"""id of a parameter -> its name, and which part of it is here"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Known:
+    """What a parameter of an optimizer is."""
+
+    name: str
+    """of the model's parameter"""
+    part: Slice | None
+    """which part of it the stage has; None: all"""
+    weight: Tensor
+    """what the stage has"""
+    start: int | None = None
+    """where replicas share the step (ZeRO-1): the first of the elements, row by row, that this rank steps;
+    None: it steps all"""
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Shape of the model's parameter."""
+        return piece_of(self.weight, self.part).whole
+
+    def pieces(self, state: Tensor) -> list[Piece]:
+        """A state tensor of the stepped elements' shape as pieces of the whole parameter's."""
+        if self.start is None:
+            return [piece_of(state, self.part)]
+        return range_pieces(state, self.start, self.weight.shape, self.part)
+
+
+Named = dict[int, _Known]
+"""by id of a parameter of the optimizer"""
 
 
 def model_pieces(pipe: Pipeline, *, buffers_once: bool = False) -> dict[str, list[Piece]]:
@@ -72,10 +102,20 @@ def _add(found: dict[str, list[Piece]], key: str, piece: Piece) -> None:
 
 
 def _named(pipe: Pipeline) -> Named:
-    return {id(tensor): (name, part) for name, tensor, part in pipe.held() if isinstance(tensor, nn.Parameter)}
+    shards = pipe.engine.shards
+    known: Named = {}
+    for name, tensor, part in pipe.held():
+        if not isinstance(tensor, nn.Parameter):
+            continue
+        known[id(tensor)] = _Known(name=name, part=part, weight=tensor)
+        for own in shards.stepped([tensor]):
+            shard = shards.shard(own)
+            if shard is not None:
+                known[id(own)] = _Known(name=name, part=part, weight=tensor, start=shard.start)
+    return known
 
 
-def _name(known: Named, parameter: Tensor) -> tuple[str, Slice | None]:
+def _of(known: Named, parameter: Tensor) -> _Known:
     found = known.get(id(parameter))
     if found is None:
         raise BaPipeError(
@@ -96,18 +136,19 @@ def optimizer_pieces(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) ->
         return found
     known = _named(pipe)
     for parameter, state in optimizer.state.items():
-        name, part = _name(known, parameter)
+        own = _of(known, parameter)
         for entry, value in state.items():
             if not isinstance(value, Tensor):
                 continue
             alike = value.shape == parameter.shape
-            if part is not None and not alike and value.numel() != 1:
+            if own.part is not None and not alike and value.numel() != 1:
                 raise BaPipeError(
-                    f"'{entry}' of '{name}' has shape {tuple(value.shape)} where the stage has {part.size} of "
-                    f"{part.of} channels: it cannot be saved by the model's names; plan without split layers, or "
-                    "use an optimizer whose state has the parameter's shape"
+                    f"'{entry}' of '{own.name}' has shape {tuple(value.shape)} where the stage has "
+                    f"{own.part.size} of {own.part.of} channels: it cannot be saved by the model's names; plan "
+                    "without split layers, or use an optimizer whose state has the parameter's shape"
                 )
-            _add(found, optimizer_key(name, entry), piece_of(value, part if alike else None))
+            for piece in own.pieces(value) if alike else [piece_of(value)]:
+                _add(found, optimizer_key(own.name, entry), piece)
     return found
 
 
@@ -118,7 +159,7 @@ def optimizer_groups(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) ->
     known = _named(pipe)
     groups = []
     for group in optimizer.param_groups:
-        names = {_name(known, parameter)[0]: parameter for parameter in group["params"]}
+        names = {_of(known, parameter).name: parameter for parameter in group["params"]}
         plain = {
             name: {key: value for key, value in optimizer.state[item].items() if not isinstance(value, Tensor)}
             for name, item in names.items()
@@ -184,7 +225,8 @@ def optimizer_room(
     for number, (group, described) in enumerate(zip(optimizer.param_groups, filled["param_groups"], strict=True)):
         options = groups[number]["options"] if number < len(groups) and not group["params"] else None
         for index, parameter in zip(described["params"], group["params"], strict=True):
-            name, part = _name(known, parameter)
+            this = _of(known, parameter)
+            name = this.name
             if name not in saved:
                 raise BaPipeError(f"{checkpoint} has no optimizer state of '{name}'; give one of this training")
             options = options or saved[name]["options"]
@@ -195,7 +237,7 @@ def optimizer_room(
                 )
             own = dict(saved[name]["plain"].get(name, {}))
             for entry in entries.get(name, ()):
-                own[entry] = _room(parameter, part, metadata, optimizer_key(name, entry), pieces)
+                own[entry] = _room(parameter, this, metadata, entry, pieces)
             if own:
                 state[index] = own
         described.update(options or {})
@@ -203,16 +245,18 @@ def optimizer_room(
 
 
 def _room(
-    parameter: Tensor, part: Slice | None, metadata: Metadata, key: str, pieces: dict[str, list[Piece]]
+    parameter: Tensor, known: _Known, metadata: Metadata, entry: str, pieces: dict[str, list[Piece]]
 ) -> Tensor:
     """Memory for a state tensor of a parameter, to be filled from its place in the saved one."""
+    key = optimizer_key(known.name, entry)
     about = saved_tensor(metadata, key)
     assert about is not None
-    whole = piece_of(parameter, part).whole
-    alike = tuple(about.size) == whole
+    # Of a weight that is one number, the count of its steps has the weight's shape too.
+    alike = tuple(about.size) == known.whole and (known.start is None or known.whole != () or entry != "step")
     shape = parameter.shape if alike else about.size
     room = torch.empty(shape, dtype=about.properties.dtype, device=parameter.device if alike else "cpu")
-    _add(pieces, key, piece_of(room, part if alike else None))
+    for piece in known.pieces(room) if alike else [piece_of(room)]:
+        _add(pieces, key, piece)
     return room
 
 

@@ -31,7 +31,15 @@ from bapipe.torch.compiling.layer_program import (
 from bapipe.torch.compiling.seeded_dropout import random_key
 from bapipe.torch.compiling.traced_layer import TracedLayer
 
-__all__ = ["CompiledLayers", "CompiledPrograms", "FlatFunction", "StageLayers", "warm_up"]
+__all__ = [
+    "CompiledLayers",
+    "CompiledPrograms",
+    "FlatFunction",
+    "LayerPiece",
+    "StageLayers",
+    "state_holder",
+    "warm_up",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -110,7 +118,7 @@ class CompiledPrograms:
             ).to(self.device)
             key = (signatures[layer], part, layers.count_loss and layer + 1 == len(captured.layers))
             self._distinct.add(key)
-            pieces.append(_Piece(self, captured.layers[layer].name, key, alone, stage))
+            pieces.append(LayerPiece(self, captured.layers[layer].name, key, alone, stage))
         compiled = CompiledLayers(pieces)
         roots = {root.index: root for piece in pieces for root in piece.stage.stage_spec.roots}
         spec = replace(stage.stage_spec, roots=tuple(roots[index] for index in sorted(roots)))
@@ -125,7 +133,7 @@ class CompiledPrograms:
             known = self._signatures[id(captured.program)] = (captured.program, found)
         return known[1]
 
-    def program(self, piece: _Piece, arguments: Sequence[Tensor]) -> LayerProgram | None:
+    def program(self, piece: LayerPiece, arguments: Sequence[Tensor]) -> LayerProgram | None:
         """The program for these arguments of a layer, compiled if need be; None: it cannot be compiled."""
         traced = piece.traced
         assert traced is not None
@@ -239,7 +247,7 @@ def _try(
                 item.run()
 
 
-class _Piece:
+class LayerPiece:
     """One layer of a stage."""
 
     def __init__(self, programs: CompiledPrograms, name: str, key: Any, stage: Stage, whole: Stage) -> None:
@@ -261,7 +269,9 @@ class _Piece:
         """of weights and buffers, which the whole stage may be given others for"""
         if self.traced is not None:
             self._names = [*self.traced.weights, *self.traced.state]
-            self._holders = [_holder(whole, stage, name) for name in self._names]
+        else:
+            self._names = [name for name, _ in (*stage.named_parameters(), *stage.named_buffers())]
+        self._holders = [state_holder(whole, stage, name) for name in self._names]
         self._own = [getattr(module, name) for module, name in self._holders]
         self._known: dict[Any, LayerProgram | None] = {}
 
@@ -271,10 +281,12 @@ class _Piece:
         roots: Mapping[int, Any],
         position: Position | None,
         deferred: list[DeferredGradients] | None,
+        state: Sequence[Tensor] | None = None,
     ) -> tuple[Any, ...]:
+        """What the layer makes of these values; with `state`, of other weights and buffers than the stage has."""
         values = [*received, *(roots[root.index] for root in self._spec.roots)]
         traced = self.traced
-        state = [getattr(module, name) for module, name in self._holders]
+        state = self.state() if state is None else state
         if traced is None or not all(isinstance(value, Tensor) for value in values):
             return self._eager(values, state, position)
         values = [value.contiguous() for value in values]
@@ -294,6 +306,10 @@ class _Piece:
             for item in traced.results
         )
 
+    def state(self) -> list[Tensor]:
+        """Weights and buffers that the whole stage has now."""
+        return [getattr(module, name) for module, name in self._holders]
+
     def takes_gradient(self, count: int) -> list[bool]:
         """Which of so many arguments require a gradient: weights, and received values as they were captured."""
         received = [value.requires_grad for value in self._spec.received]
@@ -312,7 +328,7 @@ class _Piece:
         return tuple(self.stage(*values))
 
 
-def _holder(whole: Stage, alone: Stage, name: str) -> tuple[nn.Module, str]:
+def state_holder(whole: Stage, alone: Stage, name: str) -> tuple[nn.Module, str]:
     """The module that has the weight or buffer: the whole stage's, or of a constant the layer's own."""
     path, _, own = name.rpartition(".")
     for stage in (whole, alone):
@@ -327,8 +343,9 @@ def _holder(whole: Stage, alone: Stage, name: str) -> tuple[nn.Module, str]:
 class CompiledLayers:
     """What a stage runs in place of its captured code: its layers one after another."""
 
-    def __init__(self, pieces: Sequence[_Piece]) -> None:
-        self._pieces = tuple(pieces)
+    def __init__(self, pieces: Sequence[LayerPiece]) -> None:
+        self.pieces = tuple(pieces)
+        """its layers, in order"""
         self.roots: tuple[Root, ...] = ()
         """the model's inputs that the layers take, in the order in which they are given"""
         self.deferred: list[DeferredGradients] | None = None
@@ -340,7 +357,7 @@ class CompiledLayers:
         count = len(values) - len(self.roots)
         roots = {root.index: value for root, value in zip(self.roots, values[count:], strict=True)}
         made: tuple[Any, ...] = tuple(values[:count])
-        for piece in self._pieces:
+        for piece in self.pieces:
             made = piece(made, roots, position, self.deferred)
             if self.on_layer is not None:
                 self.on_layer(piece.name, made)

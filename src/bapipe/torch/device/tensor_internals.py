@@ -1,4 +1,4 @@
-"""What precision needs of torch's private parts: kernels over lists of tensors, and a look at what autocast casts.
+"""Private parts of torch about tensors: kernels over lists of them, what autocast casts, and what is a view.
 
 Written against torch 2.11 and 2.13.
 """
@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["casts_within", "copy_tensors", "multiply_gradients"]
+__all__ = ["casts_within", "copy_tensors", "is_view", "multiply_gradients"]
 
 T = TypeVar("T")
+
+
+def is_view(value: Tensor) -> bool:
+    """Whether autograd knows it as a view of another tensor."""
+    return bool(value._is_view())
 
 
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -54,6 +54,7 @@ from bapipe.torch.stage.error_context import ActionError, one_line
 
 if TYPE_CHECKING:
     from bapipe.torch.runtime.executor import Executor
+    from bapipe.torch.runtime.torch_executor import TorchExecutor
 
 __all__ = ["Watch"]
 
@@ -94,7 +95,7 @@ class Watch:
         self._stages = [tuple(item) for item in stages]
         self._timeout = timeout
         self._report = report
-        self._executor: weakref.ref[Executor] | None = None
+        self._executor: weakref.ref[Executor | TorchExecutor] | None = None
         self._meeting = ""
         self._waiting: tuple[object, float] = (None, 0.0)
         """what is waited for, and since when"""
@@ -125,7 +126,7 @@ class Watch:
             self._thread.join()
         clear_files()
 
-    def follow(self, executor: Executor) -> None:
+    def follow(self, executor: Executor | TorchExecutor) -> None:
         """Whose waits the others come to know of."""
         self._executor = weakref.ref(executor)
 

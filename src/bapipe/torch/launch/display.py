@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, TextIO
 
-from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import StepRecord
+from bapipe.torch.launch.step_loggers import StepLogger
 from bapipe.units import format_seconds
 
 __all__ = ["Display"]
@@ -28,7 +28,7 @@ class Display:
         steps: int,
         *,
         as_json: bool = False,
-        tensorboard: Path | None = None,
+        loggers: Sequence[StepLogger] = (),
         stream: TextIO | None = None,
     ) -> None:
         self._global_batch = plan.global_batch
@@ -40,7 +40,7 @@ class Display:
         self._every = max(1, math.ceil(steps / _LINES)) if self._terminal else 1
         self._open = False
         """whether the cursor stands in a line that will be rewritten"""
-        self._writer = None if tensorboard is None else _summary_writer(tensorboard)
+        self._loggers = tuple(loggers)
 
     def progress(self, text: str) -> None:
         """What goes on before the first step: on a terminal, a line that the next one replaces."""
@@ -50,7 +50,7 @@ class Display:
 
     def step(self, record: StepRecord, bubble: float | None) -> None:
         """One more step is done; its bubble is None where nothing is traced."""
-        figures = {
+        figures: dict[str, float | int | None] = {
             "step": record.step,
             "loss": record.loss if record.loss is not None and math.isfinite(record.loss) else None,
             "seconds": record.seconds,
@@ -58,18 +58,16 @@ class Display:
             "bubble": bubble,
             "measured_over_predicted": record.seconds / self._predicted,
         }
-        if self._writer is not None:
-            for name, value in figures.items():
-                if name != "step" and value is not None:
-                    self._writer.add_scalar(f"bapipe/{name}", value, record.step)
+        for logger in self._loggers:
+            logger.step(figures)
         if self._json:
             self._write(json.dumps(figures, allow_nan=False) + "\n")
             return
         line = (
             f"step {record.step}  loss {math.nan if record.loss is None else record.loss:.6f}  "
-            f"{format_seconds(record.seconds)}  {figures['samples_per_second']:.1f} samples/s  "
+            f"{format_seconds(record.seconds)}  {self._global_batch / record.seconds:.1f} samples/s  "
             f"{'' if bubble is None else f'bubble {bubble:.1%}  '}"
-            f"{figures['measured_over_predicted']:.2f}x predicted"
+            f"{record.seconds / self._predicted:.2f}x predicted"
         )
         if not self._terminal:
             self._write(f"{line}\n")
@@ -87,20 +85,10 @@ class Display:
         self._open = False
 
     def close(self) -> None:
-        """The run is over; what TensorBoard is to show is on disk."""
-        if self._writer is not None:
-            self._writer.close()
+        """The run is over; what loggers took is where it is to be."""
+        for logger in self._loggers:
+            logger.close()
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
-
-
-def _summary_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise BaPipeError(
-            f"--tensorboard needs tensorboard, which cannot be loaded ({error}); pip install tensorboard"
-        ) from error
-    return SummaryWriter(log_dir=str(folder))

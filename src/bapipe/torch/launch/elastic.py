@@ -18,7 +18,7 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.slowed_types import slowed_type
 from bapipe.planner import Request, explore, make_plan
-from bapipe.planner.evaluate import plan_timeline
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan, write_plan
 from bapipe.torch.checkpoint.checkpoint_folder import latest
 from bapipe.torch.health.failure import Failure
@@ -119,9 +119,7 @@ def without_accelerator(cluster: Cluster, name: str) -> Cluster:
     left = max(before, after, key=len) if cluster.topology == "chain" else (*before, *after)
     if not left:
         raise BaPipeError("no accelerator is left; add some and resume by hand")
-    stay = {accelerator.name for accelerator in left}
-    pairs = {key: link for key, link in cluster.pairs.items() if stay.issuperset(key.split(" - "))}
-    return replace(cluster, accelerators=left, pairs=pairs)
+    return cluster.part(left)
 
 
 def plan_without(plan: Plan, profile: Profile, lost: str) -> Plan:
@@ -134,7 +132,7 @@ def plan_without(plan: Plan, profile: Profile, lost: str) -> Plan:
 
 
 def _planned(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
-    request = Request(global_batch=plan.global_batch, optimizer=plan.optimizer)
+    request = Request(global_batch=plan.global_batch, optimizer=plan.optimizer, engines=False)
     try:
         found = explore(profile, cluster, replace(request, microbatch=plan.microbatch_size))
     except BaPipeError:

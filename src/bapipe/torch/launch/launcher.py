@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import signal
@@ -19,7 +20,9 @@ from bapipe.torch.checkpoint.checkpoint_folder import latest
 from bapipe.torch.health.failure import Failure, explain
 from bapipe.torch.launch.local_ranks import run_local, shared_folder
 from bapipe.torch.launch.run_options import RunOptions
+from bapipe.torch.launch.step_loggers import check_logger
 from bapipe.torch.launch.supervise import Ended, grace
+from bapipe.torch.runtime.engines import check_engine, check_torch_version
 from bapipe.torch.runtime.plan_checks import (
     RunnablePlan,
     check_plan,
@@ -54,8 +57,16 @@ def check_run(plan_path: str | Path, options: RunOptions) -> RunnablePlan:
     if importlib.util.find_spec("torch") is None:
         raise BaPipeError("running a plan needs torch, which is not installed; pip install 'bapipe[torch]'")
     runnable = check_plan(read_plan(plan_path))
+    check_engine(runnable.plan, runnable.schedule, options.engine, compiled=options.compiled)
+    check_torch_version(options.engine, importlib.metadata.version("torch"))
     if options.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise BaPipeError("--tensorboard needs tensorboard, which is not installed; pip install tensorboard")
+    for word in options.log:
+        check_logger(word)
+    if options.saving is not None and runnable.plan.engine != "bapipe":
+        raise BaPipeError(
+            f"a run of {runnable.plan.engine} is not saved; leave --checkpoint out, or plan with --strategy dp"
+        )
     if options.saving is not None and not runnable.schedule.flushes:
         raise BaPipeError(
             "a pipedream run keeps several versions of its weights, which are not saved; leave --checkpoint out"
@@ -64,7 +75,11 @@ def check_run(plan_path: str | Path, options: RunOptions) -> RunnablePlan:
 
 
 def check_here(runnable: RunnablePlan, options: RunOptions) -> None:
-    """Refuse, before any process starts, what cannot be run on this machine: its folders and its GPUs."""
+    """Refuse, before any process starts, what cannot be run on this machine: its system, folders and GPUs."""
+    if sys.platform != "linux":
+        raise BaPipeError(
+            f"plans run on Linux, and this is {sys.platform}; take the plan to a Linux machine and run it there"
+        )
     if options.out is not None and not options.out.resolve().parent.is_dir():
         raise BaPipeError(f"{options.out} is in a folder that does not exist; make it first")
     if options.saving is not None:

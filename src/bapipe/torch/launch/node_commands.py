@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from bapipe.records.plan import Plan
 
-__all__ = ["NodeCommand", "node_commands", "ranks_by_node", "slurm_script"]
+__all__ = ["NodeCommand", "job_name", "node_commands", "node_script", "ranks_by_node", "slurm_script"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +69,35 @@ def _torchrun(nodes: int, index: str, ranks: str, head: str, port: int) -> list[
     return [*command, "--master-addr", head, "--master-port", str(port)]
 
 
+def node_script(plan: Plan, program: Sequence[str], *, index: str, head: str, port: str) -> str:
+    """What a shell runs on any node: which one it is says `index`, a variable of the environment, as do `head` and
+    `port`, where the ranks meet."""
+    by_node = ranks_by_node(plan)
+    torchrun = ["torchrun", "--nnodes", str(len(by_node)), "--node-rank", f'"${index}"']
+    torchrun += ["--nproc-per-node", f'"${{ranks[${index}]}}"', "--master-addr", f'"${head}"']
+    torchrun += ["--master-port", port if port.isdigit() else f'"${port}"']
+    return "\n".join(
+        [
+            f"nodes=({' '.join(shlex.quote(node) for node in by_node)})",
+            f"ranks=({' '.join(str(len(ranks)) for ranks in by_node.values())})",
+            f'export BAPIPE_NODE="${{nodes[${index}]}}"',
+            f"exec {' '.join(torchrun)} {shlex.join(program)}",
+        ]
+    )
+
+
+def job_name(plan: Plan) -> str:
+    """A name for a job of a plan that every batch system takes: lower-case letters, digits and dashes."""
+    return f"bapipe-{re.sub(r'[^a-z0-9]+', '-', plan.model.name.lower()).strip('-')}"[:40].rstrip("-")
+
+
 def slurm_script(plan: Plan, program: Sequence[str], *, port: int = 29500) -> str:
     """A batch script: the plan's nodes are the job's nodes, in order; ranks meet on the first."""
     by_node = ranks_by_node(plan)
     most = max(len(ranks) for ranks in by_node.values())
     kinds = {plan.cluster.type_of(index).kind for index in range(len(plan.cluster.accelerators))}
     resource = f"#SBATCH --gpus-per-node={most}" if "gpu" in kinds else f"#SBATCH --cpus-per-task={most}"
-    torchrun = _torchrun(len(by_node), '"$SLURM_NODEID"', '"${ranks[$SLURM_NODEID]}"', '"$BAPIPE_HEAD"', port)
-    inner = "\n".join(
-        [
-            f"nodes=({' '.join(shlex.quote(node) for node in by_node)})",
-            f"ranks=({' '.join(str(len(ranks)) for ranks in by_node.values())})",
-            'export BAPIPE_NODE="${nodes[$SLURM_NODEID]}"',
-            f"exec {' '.join(torchrun)} {shlex.join(program)}",
-        ]
-    )
+    inner = node_script(plan, program, index="SLURM_NODEID", head="BAPIPE_HEAD", port=str(port))
     return "\n".join(
         [
             "#!/bin/bash",

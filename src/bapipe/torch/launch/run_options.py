@@ -7,6 +7,7 @@ do not have their default as one JSON argument.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from bapipe.errors import BaPipeError
 from bapipe.io.decode import decode
 from bapipe.torch.checkpoint.checkpoint_options import Saving
 
-__all__ = ["RunOptions", "parse_options"]
+__all__ = ["LONGEST_TIMEOUT", "RunOptions", "parse_options"]
+
+LONGEST_TIMEOUT = 1e7
+"""seconds, 115 days; gloo and the store count in milliseconds of 64 bits"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,8 @@ class RunOptions:
     """seconds before a silent rank is given up"""
     data: str = "synthetic"
     """synthetic: the model's own make_batch; digits: scikit-learn's"""
+    engine: str = "bapipe"
+    """what runs the stages: bapipe, or torch for torch.distributed.pipelining's runtime"""
     transport: str = "auto"
     """how tensors get from rank to rank"""
     device: str | None = None
@@ -50,6 +56,8 @@ class RunOptions:
     """whether to print a JSON object per step"""
     tensorboard: Path | None = None
     """folder to write every step's figures into for TensorBoard; None: they are not written"""
+    log: tuple[str, ...] = ()
+    """where else every step's figures go: csv:FILE, tensorboard:FOLDER, wandb:PROJECT, package.module:function"""
     saving: Saving | None = None
     """None: the run is not saved"""
 
@@ -58,6 +66,17 @@ class RunOptions:
             raise BaPipeError(f"a run needs at least 1 step, got {self.steps}; raise --steps")
         if not self.timeout > 0:
             raise BaPipeError(f"the timeout must be more than 0 s, got {self.timeout:g}; raise --timeout")
+        if self.timeout > LONGEST_TIMEOUT:
+            raise BaPipeError(
+                f"the timeout can be {LONGEST_TIMEOUT:g} s at most, got {self.timeout:g}; lower --timeout"
+            )
+        if not 0 <= self.learning_rate < math.inf:
+            raise BaPipeError(
+                f"the learning rate must be at least 0, got {self.learning_rate:g}; change --learning-rate"
+            )
+        for name, number in (("steps", self.steps), ("seed", self.seed)):
+            if not -(2**62) < number < 2**62:
+                raise BaPipeError(f"the {name} must be within 62 bits, got {number}; lower --{name}")
 
     def to_json(self) -> str:
         """One line for a command line, without the fields that have their default; `parse_options` reads it."""

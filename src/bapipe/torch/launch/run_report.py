@@ -71,8 +71,10 @@ def make_record(
     threads: int,
     check: CheckRecord | None,
     transport: str | None = None,
+    engine: str = "bapipe",
 ) -> RunRecord:
-    """The record of a run. `steps` are loss and seconds of each, from `first_step` on; `transport` carried all."""
+    """The record of a run. `steps` are loss and seconds of each, from `first_step` on; `transport` carried all
+    that `engine` sent."""
     ranks = sorted(reports, key=lambda report: report.rank)
     zero = min((start for report in ranks for _, start, _ in report.events), default=0.0)
 
@@ -96,6 +98,7 @@ def make_record(
             threads=threads,
             devices=tuple(report.device for report in ranks),
             transport=transport,
+            engine=engine,
         ),
         world_size=len(ranks),
         steps=tuple(

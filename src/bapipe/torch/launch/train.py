@@ -37,12 +37,21 @@ from bapipe.torch.runtime.executor import RankTrace
 from bapipe.torch.runtime.pipeline import Pipeline
 from bapipe.torch.runtime.pipeline_options import PipelineOptions
 from bapipe.torch.runtime.plan_checks import RunnablePlan
-from bapipe.torch.verify.gradient_check import Gradients, Scaled, compare_gradients, gradients, joined
+from bapipe.torch.verify.gradient_check import Gradients, Scaled, compare_gradients, copied, joined
 
 if TYPE_CHECKING:
     from bapipe.torch.checkpoint.checkpoints import Checkpoints, Loaded
 
-__all__ = ["OnStep", "PreparedModel", "Training", "peak_memory", "pipeline_options", "rank_report", "train"]
+__all__ = [
+    "OnStep",
+    "PreparedModel",
+    "Training",
+    "check_record",
+    "peak_memory",
+    "pipeline_options",
+    "rank_report",
+    "train",
+]
 
 _KEPT_STEPS = 9
 """of the last so many steps the one of median time is recorded"""
@@ -83,7 +92,7 @@ class Training:
             options=replace(pipeline_options(options, watch), on_straggler=self._note_straggler),
         )
         self.batches = batches_for(built, options.data, global_batch=plan.global_batch, seed=options.seed)
-        self._optimizer = make_optimizer(plan.optimizer, list(self.pipe.parameters()), rate=options.learning_rate)
+        self._optimizer = self._make_optimizer(plan.optimizer, options.learning_rate)
         self.scaler = self.pipe.grad_scaler() if plan.precision.scaled else None
         """of fp16-mixed; None: the loss is not scaled"""
         self.loaded: Loaded | None = None
@@ -112,6 +121,13 @@ class Training:
                 self.loaded = self._checkpoints.load(accept_changes=saving.accept_changes)
         self._saved = self.pipe.steps
         """steps that the last checkpoint has"""
+
+    def _make_optimizer(self, text: str, rate: float) -> torch.optim.Optimizer | None:
+        """Over what this rank steps; None where that is nothing."""
+        trained = [item for item in self.pipe.parameters() if item.requires_grad]
+        if not trained:
+            return None
+        return self.pipe.make_optimizer(lambda own: _some(make_optimizer(text, own, rate=rate)), trained)
 
     def save(self, *, is_last: bool) -> None:
         """Save what is trained, where it is time to."""
@@ -169,8 +185,7 @@ class Training:
         """One global batch and its optimizer step; gradients stay until the next. No trace where it is off."""
         pipe = self.pipe
         self.straggler = None
-        for parameter in pipe.parameters():
-            parameter.grad = None
+        pipe.drop_gradients()
         loss = pipe.step(*batch, scaler=self.scaler)
         if self._optimizer is None:
             self._optimizer_step()
@@ -238,6 +253,11 @@ def train(
     return record
 
 
+def _some(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    assert optimizer is not None, "there is something to train"
+    return optimizer
+
+
 def _say_nothing(_: Straggler) -> None:
     """Where nobody asked."""
 
@@ -274,12 +294,12 @@ def _train(
         start = time.perf_counter()
         loss, trace = training.step(batch)
         with meeting("done"):
-            busy = sum_over_ranks(_busy(trace))
+            busy = sum_over_ranks(0.0 if trace is None else trace.computed)
         steps.append((loss, time.perf_counter() - start))
         traces.append(trace)
         live = {stage: max(count, pipe.peak_in_flight[stage]) for stage, count in live.items()}
         if checking:
-            kept.append(gradients(pipe.named_parameters()))
+            kept.append(copied(pipe.named_parameters(), pipe.gradients()))
             skipped = training.scaler is not None and bool(training.scaler.skipped)
             scales.append(Scaled(scale=scale, skipped=skipped))
         if on_step is not None and rank == 0:
@@ -314,10 +334,11 @@ def _train(
         python_version=platform.python_version(),
         backend=dist.get_backend(),
         transport=pipe.transport,
+        engine=options.engine,
         threads=torch.get_num_threads(),
         check=None
         if found is None
-        else _check(runnable, options, folders, found, losses=losses, scales=scales, device=pipe.device),
+        else check_record(runnable, options, folders, found, losses=losses, scales=scales, device=pipe.device),
     )
 
 
@@ -335,20 +356,13 @@ def rank_report(device: torch.device, trace: RankTrace | None, peak_in_flight: d
     )
 
 
-def _busy(trace: RankTrace | None) -> float:
-    """Seconds in which a rank computed, 0 where that is not traced; an all-reduce is no compute."""
-    if trace is None:
-        return 0.0
-    return sum(end - start for action, start, end in trace.events if not action.endswith("A"))
-
-
 def _median(steps: list[tuple[float, float]], first: int) -> int:
     """The step of median time among those from `first` on; step 0, which warms up, only if it is alone."""
     usable = range(max(first, 1), len(steps)) or range(first, len(steps))
     return median_step([StepRecord(step=step, loss=None, seconds=steps[step][1]) for step in usable])
 
 
-def _check(
+def check_record(
     runnable: RunnablePlan,
     options: RunOptions,
     folders: Sequence[Path],
@@ -379,6 +393,7 @@ def pipeline_options(options: RunOptions, watch: Watch | None) -> PipelineOption
     """How a rank of a run trains. The model is seeded where it is built."""
     return PipelineOptions(
         seed=None,
+        engine=options.engine,
         transport=options.transport,
         device=options.device,
         compile=options.compiled,

@@ -46,7 +46,9 @@ from bapipe.torch.launch.display import Display
 from bapipe.torch.launch.log_lines import print_log
 from bapipe.torch.launch.rank_failure import CheckError, failure_of
 from bapipe.torch.launch.run_options import RunOptions, parse_options
+from bapipe.torch.launch.step_loggers import make_logger
 from bapipe.torch.launch.train import train
+from bapipe.torch.launch.train_engine import train_engine
 from bapipe.torch.launch.train_pipedream import train_pipedream
 from bapipe.torch.runtime.plan_checks import (
     RunnablePlan,
@@ -189,7 +191,9 @@ def run_worker(arguments: RankArguments, progress: Progress | None) -> None:
     )
     on_step = None if display is None else display.step
     unsaved: list[str] = []
-    if runnable.schedule.flushes:
+    if plan.engine != "bapipe":
+        record = train_engine(runnable, options, folders=arguments.folders, watch=watch, on_step=on_step)
+    elif runnable.schedule.flushes:
         record = train(
             runnable,
             options,
@@ -242,7 +246,8 @@ def _loaded(loaded: Loaded, options: RunOptions, display: Display) -> None:
 
 
 def _display(plan: Plan, options: RunOptions) -> Display:
-    return Display(plan, options.steps, as_json=options.as_json, tensorboard=options.tensorboard)
+    words = [*options.log, *([] if options.tensorboard is None else [f"tensorboard:{options.tensorboard}"])]
+    return Display(plan, options.steps, as_json=options.as_json, loggers=[make_logger(word) for word in words])
 
 
 def _finish(record: RunRecord, out: Path | None, display: Display) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ class AsyncRun:
         self._hooks = hooks
         self._runners: dict[tuple[int, int], StageRunner] = {}
         """(place among those in flight, size) -> who runs it"""
-        self._data: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._data: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
         """micro-batch -> its leaves and target, from when its global batch is fetched to its forward"""
         self._marks: list[tuple[int, str, Any, Any]] = []
         self._events: dict[int, list[Event]] = {}
@@ -196,7 +196,13 @@ class AsyncRun:
         if batch is None:
             wanted = self._total // count
             raise BaPipeError(f"the data ended after {step} of {wanted} global batches; lower steps")
-        leaves, targets = self._engine.cut(*batch)
+        cut = self._engine.cut(*batch)
+        leaves, targets = cut.inputs, cut.targets
+        if cut.layout is not None and cut.layout.sizes != self._engine.sizes:
+            raise BaPipeError(
+                f"the batch has {cut.layout.samples} samples, and PipeDream takes whole global batches of "
+                f"{sum(self._engine.sizes)}; leave short batches out (drop_last=True)"
+            )
         for place in range(count):
             self._data[number + place] = (leaves[place : place + 1], targets[place : place + 1])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import Precision
@@ -18,6 +18,7 @@ from bapipe.records.plan import Plan, PlanStage
 from bapipe.records.training_record import Structure
 from bapipe.schedule.actions import Schedule
 from bapipe.torch.capturing import Captured, Stage, capture
+from bapipe.torch.capturing.crossing_values import Value, dims_of
 from bapipe.torch.capturing.loss_graph import OwnLoss, own_loss
 from bapipe.torch.capturing.torch_internals import flatten_recurrent, swap_parameter, unflatten
 from bapipe.torch.comm import Message, TensorShape
@@ -26,10 +27,12 @@ from bapipe.torch.device.dtypes import weights_dtype
 from bapipe.torch.inputs.build_model import module_and_example
 from bapipe.torch.runtime.materialise import fill, initialise, open_state, other_structure
 from bapipe.torch.runtime.microbatches import InputSpec
+from bapipe.torch.stage.activation_checkpoints import checkpoint_layers
 
 __all__ = [
     "Build",
     "OwnStages",
+    "StagesBySize",
     "check_model",
     "materialise_stages",
     "other_names",
@@ -58,6 +61,8 @@ class OwnStages:
     training stages, so `eval()` is for the time of an evaluation only"""
     messages: dict[tuple[int, int], Message]
     """(boundary, micro-batch size) -> what crosses it"""
+    crossing: Mapping[int, tuple[Value, ...]]
+    """boundary -> the values that cross it, for sizes that have no message yet"""
     differentiable: Mapping[int, tuple[bool, ...]]
     """boundary -> for which values a gradient comes back"""
     inputs: InputSpec
@@ -67,13 +72,29 @@ class OwnStages:
     """puts the last stage's leaves together as the model returns them"""
     loss: OwnLoss | None
     """what the model returns as its loss, if anything"""
+    sample_dims: tuple[int | None, ...]
+    """per leaf of what the model returns, the dimension that counts samples"""
+    taking: tuple[int, ...]
+    """of this rank's stages, those that take inputs from the data"""
+    any_size: bool
+    """whether micro-batches of any size run; False: only those of the plan"""
 
     def message(self, boundary: int, size: int, onward: bool) -> Message:
-        message = self.messages[boundary, size]
+        message = self.messages.get((boundary, size))
+        if message is None:
+            message = self.messages[boundary, size] = self._of_size(boundary, size)
         if onward:
             return message
         wanted = self.differentiable[boundary]
         return tuple(about for about, gradient in zip(message, wanted, strict=True) if gradient)
+
+    def _of_size(self, boundary: int, size: int) -> Message:
+        """What crosses with a size that was not planned, in the dtypes of those that were."""
+        known = next(message for (place, _), message in self.messages.items() if place == boundary)
+        return tuple(
+            TensorShape(shape=value.shape(size), dtype=about.dtype)
+            for value, about in zip(self.crossing[boundary], known, strict=True)
+        )
 
     def set_dtypes(self, boundary: int, dtypes: Sequence[torch.dtype]) -> None:
         """From now on values cross that boundary in these dtypes."""
@@ -82,6 +103,20 @@ class OwnStages:
                 self.messages[key] = tuple(
                     replace(about, dtype=dtype) for about, dtype in zip(message, dtypes, strict=True)
                 )
+
+
+class StagesBySize(dict[int, Stage]):
+    """A stage by micro-batch size. One that runs with any size serves those that were not planned, too."""
+
+    def __init__(self, stages: Mapping[int, Stage], *, free: bool) -> None:
+        super().__init__(stages)
+        self._free = free
+
+    def __missing__(self, size: int) -> Stage:
+        if not self._free:
+            raise KeyError(size)
+        self[size] = found = next(iter(self.values()))
+        return found
 
 
 def planned_model(
@@ -162,13 +197,15 @@ def _check_frozen(captured: Captured, plan: Plan) -> None:
     for index, stage in enumerate(plan.stages):
         if stage.trainable_bytes is None or not stage.weight_bytes or stage.fractions:
             continue
-        own = [
-            layer
-            for layer, known in pairs[stage.first_layer : stage.last_layer + 1]
-            if known.shares_weights_with is None
-        ]
-        weights, trained = sum(layer.weight_bytes for layer in own), sum(layer.trainable_bytes for layer in own)
-        planned, found = stage.trainable_bytes / stage.weight_bytes, trained / max(1, weights)
+        own = pairs[stage.first_layer : stage.last_layer + 1]
+        single = [layer for layer, known in own if known.shares_weights_with is None]
+        copied = [layer for layer, known in own if known.shares_weights_with in stage.tied]
+        # Plans of before count no copies of weights that another stage holds.
+        found = min(
+            sum(layer.trainable_bytes for layer in held) / max(1, sum(layer.weight_bytes for layer in held))
+            for held in (single, [*single, *copied])
+        )
+        planned = stage.trainable_bytes / stage.weight_bytes
         if found > (1 + _ROUNDING) * planned:
             raise BaPipeError(
                 f"the plan has {planned:.3%} of the weights of stage {index} trained, but of "
@@ -267,17 +304,21 @@ def own_stages(
     sizes: Sequence[int],
     device: torch.device,
     programs: CompiledPrograms | None = None,
+    store: dict[tuple[str, int, int], Tensor] | None = None,
 ) -> OwnStages:
     """The stages of a rank, on its device, and what crosses every boundary; with `programs` their layers run
-    compiled."""
+    compiled. Forms of the same stages for other sequences share a `store` of parts of weights."""
     captures = {size: captured.at(size) for size in sorted(set(sizes))}
-    store: dict[tuple[str, int, int], Tensor] = {}
+    store = {} if store is None else store
     stages, evaluation = (
         {
-            index: {
-                size: _stage(one, plan.stages[index], store, device=device, training=training)
-                for size, one in captures.items()
-            }
+            index: StagesBySize(
+                {
+                    size: _stage(one, plan.stages[index], store, device=device, training=training)
+                    for size, one in captures.items()
+                },
+                free=captured.dynamic,
+            )
             for index in schedule.stages_of(rank)
         }
         for training in (True, False)
@@ -289,7 +330,11 @@ def own_stages(
             for size, stage in by_size.items():
                 _compile(stage, captures[size], plan.stages[index], store, programs)
                 warm_up(stage, captures[size], size, device)
-    messages, differentiable = {}, {}
+    for index, by_size in stages.items():
+        runs = [(run.first, run.last) for run in plan.stages[index].recompute_layers]
+        for size, stage in by_size.items() if runs else ():
+            checkpoint_layers(stage, captures[size], _layers(plan.stages[index], store), runs, device)
+    messages, differentiable, crossing = {}, {}, {}
     for boundary, part in enumerate(plan.stages[:-1]):
         for size, one in captures.items():
             values = one.crossing(part.last_layer, parts_of(part).get(part.last_layer, (0, None))[1])
@@ -297,16 +342,21 @@ def own_stages(
                 TensorShape(shape=value.shape(size), dtype=value.dtype) for value in values
             )
             differentiable[boundary] = tuple(value.requires_grad for value in values)
-    specs = [stage.stage_spec for by_size in stages.values() for stage in by_size.values()]
+            crossing[boundary] = values
+    specs = {index: [stage.stage_spec for stage in by_size.values()] for index, by_size in stages.items()}
     return OwnStages(
         stages=stages,
         evaluation=evaluation,
         messages=messages,
         differentiable=differentiable,
         inputs=InputSpec.of(captured),
-        needed=frozenset(root.index for spec in specs for root in spec.roots),
+        needed=frozenset(root.index for found in specs.values() for spec in found for root in spec.roots),
+        crossing=crossing,
         output=functools.partial(_unflatten, captured.program.out_spec),
         loss=own_loss(captures[sizes[0]].program),
+        sample_dims=tuple(_sample_dim(captured, leaf) for leaf in captured.program.outputs),
+        taking=tuple(index for index, found in specs.items() if any(spec.roots for spec in found)),
+        any_size=captured.dynamic,
     )
 
 
@@ -339,10 +389,21 @@ def _compile(
     store: dict[tuple[str, int, int], Tensor],
     programs: CompiledPrograms,
 ) -> None:
-    layers = StageLayers(
+    programs.attach(stage, captured, _layers(part, store))
+
+
+def _layers(part: PlanStage, store: dict[tuple[str, int, int], Tensor]) -> StageLayers:
+    return StageLayers(
         first=part.first_layer, last=part.last_layer, parts=parts_of(part), store=store, count_loss=True
     )
-    programs.attach(stage, captured, layers)
+
+
+def _sample_dim(captured: Captured, leaf: Any) -> int | None:
+    """The dimension of an output that counts samples, if any does."""
+    value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else None
+    if not isinstance(value, Tensor):
+        return None
+    return next((index for index, (slope, _) in enumerate(dims_of(captured.program, value)) if slope), None)
 
 
 def _unflatten(spec: Any, leaves: Sequence[Any]) -> Any:

@@ -42,6 +42,11 @@ class RankTrace:
     peak_in_flight: dict[int, int]
     """stage -> most micro-batches in flight at once"""
 
+    @property
+    def computed(self) -> float:
+        """Seconds in which the rank computed; waits and all-reduces are none."""
+        return sum(end - start for action, start, end in self.events if not action.endswith("A"))
+
     def shifted(self, by: float) -> RankTrace:
         """The same in a clock that shows so many seconds more."""
         return replace(
@@ -116,9 +121,13 @@ class Executor:
         """backwards that are done in two parts"""
         self._forwards: dict[int, list[Action]] | None = None
         """every rank's in an evaluation, once there is one"""
-        self._training = self._compile(training=True)
-        self._evaluation: list[_Step] | None = None
-        self._orders: dict[bool, dict[P2PChannel, list[int]]] = {}
+        count = schedule.num_microbatches
+        self._form: int | None = None
+        self._programs: dict[tuple[int | None, bool, int], list[_Step]] = {
+            (None, True, count): self._compile(training=True, count=count)
+        }
+        """(form of the stages, training, micro-batches that are run) -> what this rank does"""
+        self._orders: dict[tuple[bool, int], dict[P2PChannel, list[int]]] = {}
 
     def run(
         self,
@@ -127,23 +136,27 @@ class Executor:
         inputs: Sequence[Sequence[Any]],
         targets: Sequence[Any],
         training: bool = True,
+        sizes: Sequence[int] | None = None,
     ) -> RankTrace | None:
         """One global batch. When training, gradients of all of it are added to the parameters' `.grad`.
 
         `inputs` and `targets` are the micro-batches' leaves and targets, empty where this rank needs none. Nothing
-        of it is kept. Returns what was done when, unless the clock takes no times. Raises ActionError.
+        of it is kept. `sizes` are the samples of the micro-batches that are run, the first ones of the schedule;
+        None: all of it, as planned. Returns what was done when, unless the clock takes no times. Raises
+        ActionError.
         """
-        if training:
-            program = self._training
-        else:
-            self._evaluation = program = self._evaluation or self._compile(training=False)
+        count = self._schedule.num_microbatches if sizes is None else len(sizes)
+        key = (self._form, training, count)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._compile(training=training, count=count)
         for runner in self._runners.values():
-            runner.begin(step, inputs, targets)
+            runner.begin(step, inputs, targets, sizes=sizes)
         self._clock.start()
         marks: list[tuple[_Step, Any, Any]] = []
         self.current = program[0].action if program else None
         try:
-            self._begin(training)
+            self._begin(training, count)
             self._run(program, training, marks)
             if training and self._on_gradients is not None:
                 self._on_gradients()
@@ -158,6 +171,10 @@ class Executor:
         assert self.idle, "something of this global batch was kept"
         self.current = None
         return self._trace(marks) if self._clock.traces else None
+
+    def use(self, runners: Mapping[int, StageRunner], form: int | None) -> None:
+        """Run the stages by these from now on: another form of the same ones, by its key."""
+        self._runners, self._form = dict(runners), form
 
     def failed(self, error: Exception) -> ActionError:
         """What to raise where the current action fails."""
@@ -231,9 +248,9 @@ class Executor:
     def _boxes(self) -> list[Inbox | Outbox]:
         return [*self._inboxes.values(), *self._outboxes.values()]
 
-    def _begin(self, training: bool) -> None:
+    def _begin(self, training: bool, count: int) -> None:
         for channel, inbox in self._inboxes.items():
-            order = self._order(channel, training)
+            order = self._order(channel, training, count)
             inbox.begin(order, {item: self._messages(channel.boundary, item, channel.onward) for item in order})
         for channel, outbox in self._outboxes.items():
             outbox.begin(answered=training and channel.onward and self._carries(channel.reverse))
@@ -242,9 +259,9 @@ class Executor:
         """Whether anything crosses: no gradient comes back for values without gradients."""
         return channel in self._inboxes or channel in self._outboxes
 
-    def _order(self, channel: P2PChannel, training: bool) -> list[int]:
+    def _order(self, channel: P2PChannel, training: bool, count: int) -> list[int]:
         """In which order the sender makes what comes over a channel."""
-        known = self._orders.setdefault(training, {})
+        known = self._orders.setdefault((training, count), {})
         if channel not in known:
             maker = channel.boundary if channel.onward else channel.boundary + 1
             kinds = (Kind.F,) if channel.onward else (Kind.B, Kind.I) if training else ()
@@ -253,6 +270,7 @@ class Executor:
                 action.microbatch
                 for action in self._actions(channel.from_rank, training)
                 if action.microbatch is not None
+                and action.microbatch < count
                 and action.stage == maker
                 and action.kind in kinds
                 and self._schedule.rank_of(taker, action.microbatch) == self.rank
@@ -267,11 +285,11 @@ class Executor:
             self._forwards = evaluation_order(self._schedule)
         return self._forwards[rank]
 
-    def _compile(self, *, training: bool) -> list[_Step]:
+    def _compile(self, *, training: bool, count: int) -> list[_Step]:
         kinds = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R) if training else (Kind.F,)
         steps = []
         for action in self._actions(self.rank, training):
-            if action.kind not in kinds or action.microbatch is None:
+            if action.kind not in kinds or action.microbatch is None or action.microbatch >= count:
                 continue
             step = _Step(
                 action=action,

@@ -1,4 +1,4 @@
-"""A global batch cut into micro-batches, as the plan says."""
+"""What the model takes and its targets, cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ class InputSpec:
     """per leaf, the value that was captured where it is no tensor; the trace has it as a constant"""
     structure: Any
     """how the leaves make up (args, kwargs)"""
+    length: int | None
+    """positions of a sequence in the example, if it has sequences"""
+    positions: tuple[tuple[int, ...], ...]
+    """per leaf, the dimensions that count positions"""
 
     @classmethod
     def of(cls, captured: Captured) -> InputSpec:
@@ -43,7 +47,29 @@ class InputSpec:
             shapes=tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves),
             constants=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
             structure=captured.examples.spec,
+            length=captured.examples.length,
+            positions=captured.examples.positions,
         )
+
+    def length_of(self, inputs: Any) -> int | None:
+        """Positions of the sequences that these inputs have; None where the example has none."""
+        for leaf, dims in zip(self.leaves(inputs), self.positions, strict=True):
+            if dims and isinstance(leaf, Tensor) and leaf.ndim > dims[0]:
+                return leaf.shape[dims[0]]
+        return None
+
+    def shape(self, index: int, samples: int, length: int | None) -> tuple[int, ...] | None:
+        """Of a leaf, with so many samples of sequences of so many positions, None: as captured."""
+        shape = self.shapes[index]
+        if shape is None:
+            return None
+        sizes = list(shape)
+        for dim in self.positions[index] if length is not None else ():
+            assert length is not None
+            sizes[dim] = length
+        if self.batched[index]:
+            sizes[0] = samples
+        return tuple(sizes)
 
     def call(self, leaves: Sequence[Any]) -> Call:
         """(args, kwargs) from leaves."""
@@ -87,15 +113,18 @@ class InputSpec:
         return len(self.call(self.constants).args)
 
 
-def split_inputs(spec: InputSpec, inputs: Any, sizes: Sequence[int], *, needed: set[int]) -> list[list[Any]]:
+def split_inputs(
+    spec: InputSpec, inputs: Any, sizes: Sequence[int], *, needed: set[int], length: int | None = None
+) -> list[list[Any]]:
     """Each micro-batch's leaves, where they lie; those that are not needed here are None.
 
-    Refuses another number of samples than planned, another dtype and other dimensions than captured.
+    Refuses another number of samples than in `sizes`, another dtype and other dimensions than captured, but for
+    sequences of `length`.
     """
     total = sum(sizes)
     parts: list[list[Any]] = [[] for _ in sizes]
     for index, leaf in enumerate(spec.leaves(inputs)):
-        _check_leaf(spec, index, leaf, total)
+        _check_leaf(spec, index, leaf, total, length)
         for part, piece in zip(parts, _pieces(spec, index, leaf, sizes), strict=True):
             part.append(piece if index in needed else None)
     return parts
@@ -105,9 +134,9 @@ def _pieces(spec: InputSpec, index: int, leaf: Any, sizes: Sequence[int]) -> Seq
     return torch.split(leaf, list(sizes)) if spec.batched[index] else [leaf] * len(sizes)
 
 
-def _check_leaf(spec: InputSpec, index: int, leaf: Any, total: int) -> None:
-    dtype, shape = spec.dtypes[index], spec.shapes[index]
-    if dtype is None or shape is None:
+def _check_leaf(spec: InputSpec, index: int, leaf: Any, total: int, length: int | None) -> None:
+    dtype, expected = spec.dtypes[index], spec.shape(index, total, length)
+    if dtype is None or expected is None:
         if leaf is not spec.constants[index] and not _same(leaf, spec.constants[index]):
             raise BaPipeError(
                 f"input {index} is {str(leaf)[:40]}, the model was captured with "
@@ -121,11 +150,9 @@ def _check_leaf(spec: InputSpec, index: int, leaf: Any, total: int) -> None:
         raise BaPipeError(
             f"input {index} is {_plain(leaf.dtype)}, the model was captured with {_plain(dtype)}; convert it"
         )
-    expected = (total, *shape[1:]) if spec.batched[index] else shape
     if spec.batched[index] and leaf.ndim and leaf.shape[0] != total:
         raise BaPipeError(
-            f"input {index} has {leaf.shape[0]} samples, the plan is for a global batch of {total}; "
-            "give so many (a DataLoader with drop_last=True) or plan another --global-batch"
+            f"input {index} has {leaf.shape[0]} samples, the batch has {total}; give every input as many"
         )
     if tuple(leaf.shape) != expected:
         raise BaPipeError(
@@ -151,8 +178,7 @@ def split_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> l
         if isinstance(leaf, Tensor) and leaf.ndim:
             if leaf.shape[0] != total:
                 raise BaPipeError(
-                    f"the target has {leaf.shape[0]} samples, the plan is for a global batch of {total}; "
-                    "give so many or plan another --global-batch"
+                    f"the target has {leaf.shape[0]} samples, the inputs have {total}; give as many of both"
                 )
             pieces: Sequence[Any] = torch.split(leaf.to(device, non_blocking=True), list(sizes))
         else:

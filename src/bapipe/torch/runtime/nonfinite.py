@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from bapipe.records.plan import Plan
 from bapipe.torch.capturing import Captured
@@ -94,6 +94,8 @@ class NonFiniteSearch:
     def __init__(self, rank: int, watch: Watch, weights: LayerWeights, modules: Mapping[int, nn.Module]) -> None:
         """`modules` are this rank's stages."""
         self._rank, self._watch, self._weights, self._modules = rank, watch, weights, modules
+        self.gradient: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad
+        """what this rank has of a weight's gradient"""
 
     def look(
         self, step: int, loss: float | None, replay: Callable[[], Mapping[int, NotFinite]] | None
@@ -126,7 +128,7 @@ class NonFiniteSearch:
             own = dict(self._modules[stage].named_parameters())
             for layer, names in reversed(self._weights[stage]):
                 tensors = [own[name] for name in names if name in own]
-                value = first_value([item.grad for item in tensors] if gradients else tensors)
+                value = first_value([self.gradient(item) for item in tensors] if gradients else tensors)
                 if value is not None:
                     return _Finding(self._rank, stage, layer, value)
         return None

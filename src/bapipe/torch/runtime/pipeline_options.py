@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bapipe.schedule.actions import Action
+from bapipe.torch.health.divergence import Diverging
 from bapipe.torch.health.stragglers import Straggler
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.nonfinite import NonFinite
@@ -21,6 +22,8 @@ class PipelineOptions:
 
     device: torch.device | str | None = None
     """None: as planned"""
+    engine: str = "bapipe"
+    """what runs the stages: `bapipe`, or `torch` for torch.distributed.pipelining's runtime"""
     transport: str = "auto"
     """how tensors get to other ranks"""
     precision: str | None = None
@@ -29,6 +32,8 @@ class PipelineOptions:
     """runs forwards and the loss under torch.autocast to this dtype; None: as the precision has it"""
     compile: bool | None = None
     """whether layers run compiled, see `bapipe.torch.compiling`; None: as the plan says"""
+    lengths: tuple[int, ...] = ()
+    """positions that sequences of a batch may have, beside those of the example; see `InputSpec.length`"""
     seed: int | None = 0
     """makes every rank build the same weights; None leaves torch's generator alone"""
     timeout: float = 300.0
@@ -40,6 +45,9 @@ class PipelineOptions:
     on_nonfinite: Callable[[NonFinite], None] | None = None
     """called on every rank, once, when the loss or a norm of gradients is not finite; None: rank 0 logs a line.
     A PipeDream calls it on the rank of the last stage"""
+    on_divergence: Callable[[Diverging], None] | None = None
+    """called on every rank, after a step, where gradients have become much larger than they were; None: rank 0
+    logs a warning. Not by `PipeDream`"""
     on_straggler: Callable[[Straggler], None] | None = None
     """called on every rank, after a step, with a rank that has become slow; None: rank 0 logs a warning. Only
     where actions are recorded, and not by `PipeDream`"""

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from bapipe.costs.optimizers import is_elementwise
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cpu_types import cpu_threads
 from bapipe.hardware.precision import Precision
@@ -22,8 +23,10 @@ from bapipe.schedule.validate import require_valid
 __all__ = [
     "RunnablePlan",
     "as_runnable",
+    "check_engine",
     "check_plan",
     "check_precision",
+    "check_sharding",
     "compute_lane",
     "describe_need",
     "missing_gpus",
@@ -89,10 +92,44 @@ def check_plan(plan: Plan) -> RunnablePlan:
     _check_parts(plan)
     sizes = microbatch_sizes(plan)
     require_valid(schedule, sends="windowed")
+    check_sharding(plan, schedule)
+    check_engine(plan)
     if not schedule.flushes:
         _check_endless(schedule)
     check_precision(schedule, plan.precision)
     return RunnablePlan(plan=plan, schedule=schedule, sizes=sizes)
+
+
+def check_sharding(plan: Plan, schedule: Schedule) -> None:
+    """Refuse ZeRO-1 where no replicas wait for each other, and other stages of ZeRO."""
+    if plan.zero_stage not in (0, 1):
+        raise BaPipeError(f"zero_stage is 0 or 1, got {plan.zero_stage}; plan again, or use --strategy fsdp")
+    if plan.zero_stage and not schedule.flushes:
+        raise BaPipeError(
+            f"{schedule.name} has no replicas that could share optimizer states (ZeRO-1); plan with --zero-stage 0"
+        )
+    if plan.zero_stage and is_elementwise(plan.optimizer) is False:
+        raise BaPipeError(
+            f"{plan.optimizer[:60]} looks at more than one element of a weight at a time, so that its state "
+            "cannot be sharded (ZeRO-1); plan with --zero-stage 0"
+        )
+
+
+def check_engine(plan: Plan) -> None:
+    """Refuse what torch's DDP and FSDP2 do not do as the plan has it."""
+    if plan.engine == "bapipe":
+        return
+    if len(plan.stages) != 1 or plan.schedule.name != "data-parallel" or plan.zero_stage:
+        raise BaPipeError(f"{plan.engine} runs the whole model on every rank; plan with --strategy {plan.engine}")
+    if plan.precision.scaled:
+        raise BaPipeError(f"{plan.engine} runs no {plan.dtype} here; plan with --precision bf16-mixed")
+    if plan.compiled:
+        raise BaPipeError(f"{plan.engine} runs layers as they are; plan without --compile")
+    if plan.engine == "fsdp" and is_elementwise(plan.optimizer) is False:
+        raise BaPipeError(
+            f"{plan.optimizer[:60]} looks at more than one element of a weight at a time, which fsdp shards; plan "
+            "with --strategy ddp"
+        )
 
 
 def check_precision(schedule: Schedule, precision: Precision) -> None:

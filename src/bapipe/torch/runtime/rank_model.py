@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping
-from typing import Any, Self
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,14 @@ from bapipe.records.training_record import Setting, Structure
 from bapipe.torch.capturing.stage_module import Slice
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.action_clock import ActionClock
+from bapipe.torch.runtime.evaluate_batch import evaluate_batch
+from bapipe.torch.runtime.evaluation_outputs import Evaluated, OnOutput, OutputsOn
 from bapipe.torch.runtime.executor import Executor
 from bapipe.torch.runtime.rank_engine import Engine
+from bapipe.torch.runtime.rank_loader import LoaderOptions, MapDataset, RankLoader
+
+if TYPE_CHECKING:
+    from bapipe.torch.runtime.torch_executor import TorchExecutor
 
 __all__ = ["RankModel"]
 
@@ -97,7 +104,7 @@ class RankModel:
         return self.engine.clock
 
     @property
-    def executor(self) -> Executor:
+    def executor(self) -> Executor | TorchExecutor:
         """Runs the actions of this rank."""
         return self.engine.executor
 
@@ -139,10 +146,79 @@ class RankModel:
         """
         return self.engine.state.held(buffers_once=buffers_once)
 
-    def evaluate(self, inputs: Any, targets: Any = None) -> float:
+    def data_loader(
+        self,
+        dataset: MapDataset,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[..., Any] | None = None,
+        lengths: Sequence[int] | None = None,
+        **options: Any,
+    ) -> RankLoader:
+        """Batches of the plan's global batch for `step` and `evaluate`; each rank loads only what it needs.
+
+        A rank needs the inputs that its stages take, and the targets if it has the last stage, of the
+        micro-batches that it runs; ranks in the middle touch no sample. With a `loss_fn` the dataset, or
+        `collate_fn`, gives (inputs, targets), without one the inputs of the model, which returns its loss. Every
+        rank makes it with the same options; `options` are further ones of `torch.utils.data.DataLoader`, such as
+        num_workers.
+
+        Every epoch has another order with `shuffle`. `state_dict` says where in the data training stands. A short
+        batch at the end is a batch of its own, unless `drop_last`.
+
+        `lengths` are the positions of every sample's sequence, where they differ: a global batch then has samples
+        of one bucket, the shortest of the pipeline's lengths that they fit in, and `collate_fn(samples, length)`
+        pads them.
+        """
+        return RankLoader(
+            dataset,
+            self.engine.needs,
+            self.engine.sizes,
+            LoaderOptions(
+                shuffle=shuffle,
+                seed=seed,
+                drop_last=drop_last,
+                collate_fn=collate_fn,
+                lengths=lengths,
+                buckets=self.engine.lengths,
+            ),
+            paired=self.engine.takes_targets,
+            **options,
+        )
+
+    @overload
+    def evaluate(self, inputs: Any, targets: Any = None) -> float: ...
+
+    @overload
+    def evaluate(self, inputs: Any, targets: Any = None, *, on_output: OnOutput) -> float: ...
+
+    @overload
+    def evaluate(
+        self, inputs: Any, targets: Any = None, *, outputs: OutputsOn, on_output: OnOutput | None = None
+    ) -> Evaluated: ...
+
+    def evaluate(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        outputs: OutputsOn | None = None,
+        on_output: OnOutput | None = None,
+    ) -> float | Evaluated:
         """The loss of one global batch in evaluation mode, on every rank; nothing changes.
 
-        Raises RunError where this rank or another one fails, and BaPipeError, before anything runs, where the
-        batch is not the planned one.
+        `outputs` asks for what the model returns, too, on `"all"` ranks or on the one of that number: an
+        `Evaluated` with loss and outputs is returned then. Outputs of all micro-batches are joined, in host
+        memory. `on_output(microbatch, output)` is called with those of one micro-batch as soon as they are there,
+        on the rank that computes them, and nothing of them is kept. With either, targets may be left out: there is
+        no loss then (None, or NaN).
+
+        A batch may be shorter than planned. Every rank calls it alike. Raises RunError where this rank or another
+        one fails, and BaPipeError, before anything runs, where the batch cannot be run.
         """
-        return self.engine.evaluate(inputs, targets)
+        found = evaluate_batch(self.engine, inputs, targets, outputs=outputs, on_output=on_output)
+        if outputs is not None:
+            return found
+        return math.nan if found.loss is None else found.loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from bapipe.torch.capturing import Stage
+from bapipe.torch.capturing.seeded_rng import Position
 from bapipe.torch.compiling.compiled_layers import CompiledLayers
+from bapipe.torch.stage.activation_checkpoints import CheckpointedLayers
 
 __all__ = ["ForwardWatch", "NotFinite", "first_value"]
 
@@ -51,14 +54,29 @@ class ForwardWatch:
     def run(self, stage: Stage, values: Sequence[Any]) -> tuple[Any, ...]:
         """As `stage(*values)`."""
         layers = stage.computed_by
-        if isinstance(layers, CompiledLayers):
-            layers.on_layer = lambda name, made: self._note(made, name, "", leaves=True)
+        if isinstance(layers, CheckpointedLayers) and layers.compiled is None:
+            return self._each(layers, stage.rng_position, values)
+        compiled = layers.compiled if isinstance(layers, CheckpointedLayers) else layers
+        if isinstance(compiled, CompiledLayers):
+            compiled.on_layer = lambda name, made: self._note(made, name, "", leaves=True)
             try:
-                return tuple(stage(*values))
+                return compiled(stage, stage.rng_position, *values)
             finally:
-                layers.on_layer = None
+                compiled.on_layer = None
         assert stage.stage_graph is not None, "only a stage that was built from a capture is watched"
         return tuple(_Watched(stage, stage.stage_graph, self._note).run(stage.rng_position, *values))
+
+    def _each(
+        self, layers: CheckpointedLayers, position: Position | None, values: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """The parts of a stage of which some recompute, one after another."""
+        parts, made = layers.each(values), None
+        with contextlib.suppress(StopIteration):
+            while True:
+                stage, own = parts.send(made)
+                assert stage.stage_graph is not None
+                made = tuple(_Watched(stage, stage.stage_graph, self._note).run(position, *own))
+        return made or ()
 
     def _note(self, made: Any, layer: str, place: str, *, leaves: bool) -> None:
         """What a layer has made; `leaves` says whether it goes to another."""

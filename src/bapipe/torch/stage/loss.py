@@ -54,7 +54,10 @@ class LossSum:
         self.scale: Tensor | None = None
         """what every loss is multiplied with before its backward (fp16)"""
 
-    def begin(self) -> None:
+    def begin(self, sizes: Sequence[int] | None = None) -> None:
+        """A global batch begins; `sizes` are its micro-batches' samples from now on, None: as they were."""
+        if sizes is not None:
+            self._sizes, self._samples = tuple(sizes), sum(sizes)
         self._totals.clear()
         self._weights.clear()
         self._others = 0

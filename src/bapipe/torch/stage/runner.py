@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from bapipe.torch.capturing import Stage
 from bapipe.torch.compiling.compiled_layers import CompiledLayers
-from bapipe.torch.compiling.layer_program import DeferredGradients
 from bapipe.torch.device.h2d_copy import Upload
 from bapipe.torch.device.precision_modes import MixedForward
+from bapipe.torch.stage.activation_checkpoints import CheckpointedLayers, Deferred
 from bapipe.torch.stage.forward_watch import ForwardWatch
 from bapipe.torch.stage.input_boundary import Entrance
 from bapipe.torch.stage.loss import LossSum
@@ -67,7 +67,11 @@ class StageRunner:
         self._upload = None if device is None else Upload(device)
         self._modules = modules
         self._evaluation = evaluation or {}
-        self._sizes = tuple(sizes)
+        self._planned = self._sizes = tuple(sizes)
+        self.on_output: Callable[[int, Any], None] | None = None
+        """while it is set, `evaluate` of the last stage calls it with a micro-batch and what the model returns"""
+        self.skips_loss = False
+        """while it is set, there is nothing to compute a loss of"""
         self._loss = loss
         self._output = output
         self._step = 0
@@ -83,13 +87,25 @@ class StageRunner:
         """micro-batch -> weight gradients that wait for their turn"""
         self._saved: dict[int, SavedValues] = {}
         """micro-batch -> what its forward saved, until it is known what of it the weight gradients need"""
-        self._deferred: dict[int, list[DeferredGradients]] = {}
-        """micro-batch -> weight gradients of compiled layers that wait for their turn"""
-        self._defers = split and isinstance(self.module.computed_by, CompiledLayers)
+        self._deferred: dict[int, list[Deferred]] = {}
+        """micro-batch -> weight gradients of compiled layers, and of those that recompute, that wait for their
+        turn"""
+        layers = self.module.computed_by
+        self._checkpointed = [
+            own
+            for own in (module.computed_by for module in modules.values())
+            if isinstance(own, CheckpointedLayers)
+        ]
+        """of every size, where some layers recompute"""
+        compiled = layers.compiled if isinstance(layers, CheckpointedLayers) else layers
+        self._defers = split and isinstance(compiled, CompiledLayers)
         self._splits = split and not self._defers
         self._watches = self._splits and not spec.whole
         # Only what a capture has fixed has the same graph every time: no loss, no module that is kept whole.
-        self._split = SplitBackward(list(self.module.parameters()), fixed=loss is None and not spec.whole)
+        tokens = [token for own in self._checkpointed for token in own.tokens]
+        # Nor has one that names a part by a token of its own the graph of another size.
+        fixed = loss is None and not spec.whole and (len(modules) == 1 or not tokens)
+        self._split = SplitBackward([*self.module.parameters(), *tokens], fixed=fixed)
         self._takes_gradient = [about.requires_grad for about in spec.received]
         self._gets_gradient = [about.requires_grad for about in spec.sent]
         self._roots = [root.index for root in spec.roots]
@@ -103,6 +119,11 @@ class StageRunner:
         return next(iter(self._modules.values()))
 
     @property
+    def weights_in_parts(self) -> list[nn.Parameter]:
+        """Weights whose gradient of one micro-batch comes in several parts, as layers that recompute make it."""
+        return [weight for layers in self._checkpointed for weight in layers.shared]
+
+    @property
     def spec(self) -> Any:
         return self.module.stage_spec
 
@@ -113,8 +134,11 @@ class StageRunner:
         targets: Sequence[Any],
         *,
         weights: Mapping[str, Tensor] | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         """A global batch begins: each micro-batch's input leaves and target, empty where this stage needs none.
+
+        `sizes` are the samples of its micro-batches; None: as planned.
 
         It runs with the `weights` that are given, by name, in place of the module's own; gradients go to them.
         """
@@ -123,7 +147,10 @@ class StageRunner:
         self._inputs = inputs
         self._targets = targets
         self._weights = weights or {}
+        self._sizes = self._planned if sizes is None else tuple(sizes)
         self._cast = False
+        for layers in self._checkpointed:
+            layers.begin()
         self.peak_in_flight = 0
 
     def end(self) -> None:
@@ -161,6 +188,14 @@ class StageRunner:
             return tuple(value.detach() for value in made)
         self.made_dtypes = tuple(value.dtype for value in made)
         return tuple(value.detach().to(dtype) for value, dtype in zip(made, self.sent_dtypes, strict=True))
+
+    def compute(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """As `forward`, but nothing is kept and the graph comes along: for an engine that runs backwards itself.
+        The last stage returns its loss."""
+        made = self._run(microbatch, received, count=True)
+        if self._loss is not None or self.sent_dtypes is None:
+            return made
+        return tuple(value.to(dtype) for value, dtype in zip(made, self.sent_dtypes, strict=True))
 
     def evaluate(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """As `forward`, but nothing is kept."""
@@ -223,7 +258,7 @@ class StageRunner:
         leaves = self._inputs[microbatch] if self._roots else ()
         values = (*received, *(self._here(leaves[index]) for index in self._roots))
         others = {**self._weights, **(buffers or {})}
-        if self._defers and modules is None:
+        if (self._defers or (self._splits and self._checkpointed)) and modules is None:
             self._defer(module, microbatch)
         with self._watched(microbatch), self._mixed:
             if self.forward_watch is not None:
@@ -235,13 +270,18 @@ class StageRunner:
         assert self._output is not None
         target = self._targets[microbatch] if len(self._targets) else None
         leaves, tokens = (made[:-1], made[-1]) if module.stage_spec.counts_loss else (made, None)
+        output = self._output(leaves)
+        if self.on_output is not None:
+            self.on_output(microbatch, output)
+        if self.skips_loss:
+            return ()
         with self._mixed:
-            return (self._loss.of(self._output(leaves), target, microbatch, count=count, tokens=tokens),)
+            return (self._loss.of(output, target, microbatch, count=count, tokens=tokens),)
 
     def _defer(self, module: Stage, microbatch: int) -> None:
         """Say where the backward of this forward is to leave its weight gradients."""
         layers = module.computed_by
-        assert isinstance(layers, CompiledLayers)
+        assert isinstance(layers, (CheckpointedLayers, CompiledLayers))
         layers.deferred = self._deferred.setdefault(microbatch, []) if torch.is_grad_enabled() else None
 
     def _watched(self, microbatch: int) -> AbstractContextManager[None]:
@@ -265,8 +305,7 @@ class StageRunner:
             torch.autograd.backward(outputs, given)
         del self._in_flight[microbatch]
         self._saved.pop(microbatch, None)  # where only some backwards of the stage are done in two parts
-        for item in self._deferred.pop(microbatch, ()):
-            item.run()
+        self._run_deferred(microbatch)
         entrance = self._entrances.pop(microbatch, None)
         return self._input_gradients(received) if entrance is None else entrance.gradients()
 
@@ -283,7 +322,8 @@ class StageRunner:
             return self._entrances.pop(microbatch).gradients()
         wanted = [value for value in received if value.requires_grad]
         saved = self._saved.pop(microbatch, None)
-        self._delayed[microbatch] = self._split.run(outputs, given, wanted, saved=saved) if outputs else None
+        with self._deferring():
+            self._delayed[microbatch] = self._split.run(outputs, given, wanted, saved=saved) if outputs else None
         self._in_flight[microbatch] = ((), ())
         input_gradients = self._input_gradients(received)
         for value in wanted:  # the graph that waits holds them by its ends, and needs nothing of them there
@@ -292,14 +332,30 @@ class StageRunner:
                 value.data = value.new_empty(0)
         return input_gradients
 
+    @contextlib.contextmanager
+    def _deferring(self) -> Iterator[None]:
+        """In here layers that recompute leave their weight gradients for the second part of the backward."""
+        for layers in self._checkpointed:
+            layers.defers = True
+        try:
+            yield
+        finally:
+            for layers in self._checkpointed:
+                layers.defers = False
+
     def weight_gradient(self, microbatch: int) -> None:
         """The second part of the backward: gradients into the parameters' `.grad`."""
-        for item in self._deferred.pop(microbatch, ()):
-            item.run()
+        self._run_deferred(microbatch)
         delayed = self._delayed.pop(microbatch, None)
         if delayed is not None:
             delayed.run()
         del self._in_flight[microbatch]
+
+    def _run_deferred(self, microbatch: int) -> None:
+        """What was left for the second part of the backward; each holds what it needs no longer than that."""
+        waiting = self._deferred.pop(microbatch, [])
+        while waiting:
+            waiting.pop(0).run()
 
     def _roots_of_backward(
         self, made: tuple[Tensor, ...], gradients: Sequence[Tensor]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bapipe.torch.stage.autograd_graph import Anatomy, dissect, nodes_of
@@ -39,11 +39,11 @@ __all__ = ["DelayedWeights", "SplitBackward"]
 class DelayedWeights:
     """What the second part needs; holds the graph of the micro-batch from the uppermost branch down."""
 
-    entered: tuple[tuple[Node, list[tuple[Tensor | None, ...]], tuple[nn.Parameter, ...]], ...]
+    entered: tuple[tuple[Node, list[tuple[Tensor | None, ...]], tuple[Tensor, ...]], ...]
     """trunk node, the gradients that entered it, and the weights on its branch"""
-    stems: tuple[tuple[list[GradientEdge], list[Tensor | None], tuple[nn.Parameter, ...]], ...] = ()
+    stems: tuple[tuple[list[GradientEdge], list[Tensor | None], tuple[Tensor, ...]], ...] = ()
     """results of a stem, their gradients, and the weights below"""
-    free: tuple[nn.Parameter, ...] = ()
+    free: tuple[Tensor, ...] = ()
     """weights that no trunk leads to, with what to differentiate for them and the gradients of that"""
     outputs: tuple[Tensor | GradientEdge, ...] = ()
     output_gradients: tuple[Tensor | None, ...] = ()
@@ -69,7 +69,7 @@ class DelayedWeights:
 
 
 def _add_below(
-    edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], weights: Sequence[nn.Parameter]
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], weights: Sequence[Tensor]
 ) -> None:
     """From those edges on that a gradient came to."""
     pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
@@ -77,9 +77,7 @@ def _add_below(
         _add([edge for edge, _ in pairs], [gradient for _, gradient in pairs], weights)
 
 
-def _add(
-    outputs: Sequence[Any], output_gradients: Sequence[Tensor | None], weights: Sequence[nn.Parameter]
-) -> None:
+def _add(outputs: Sequence[Any], output_gradients: Sequence[Tensor | None], weights: Sequence[Tensor]) -> None:
     """Gradients by `grad`, because `backward` does not start from edges in every version of torch."""
     _accumulate(weights, torch.autograd.grad(outputs, weights, output_gradients, allow_unused=True))
 
@@ -109,7 +107,7 @@ def _backward(
 class SplitBackward:
     """Splits the backward of one stage's module."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], *, fixed: bool = False) -> None:
+    def __init__(self, weights: Sequence[Tensor], *, fixed: bool = False) -> None:
         """`fixed`: the graph is the same for every micro-batch, so it is looked at once (some 3 µs a node)."""
         self._weights = [weight for weight in weights if weight.requires_grad]
         self._fixed = fixed

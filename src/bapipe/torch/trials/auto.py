@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from bapipe.analysis.calibrate import Calibrated, write_calibrated
-from bapipe.costs.optimizers import parse_optimizer
 from bapipe.costs.profile import Profile, read_profile, write_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.cluster_file import parse_cluster, read_cluster
-from bapipe.hardware.precision import DEFAULT_PRECISION, find_precision
 from bapipe.io.files import content_hash, dump_json, read_versioned, write_text
-from bapipe.models.builtin import Argument
 from bapipe.models.model_spec import model_ref
 from bapipe.planner import Exploration, Request, explore, make_plan
 from bapipe.records.plan import Plan, write_plan
@@ -30,54 +27,19 @@ from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.profiler import MeasureSettings, profile_model
 from bapipe.torch.profiler.detect_machine import Machine, cluster_text, detect
 from bapipe.torch.profiler.profile_module import quiet
+from bapipe.torch.trials.auto_options import AutoOptions
 from bapipe.torch.trials.plan_race import RaceResult, race_found, with_measured_time
 from bapipe.torch.trials.probe import probe, probe_plans
 from bapipe.torch.trials.run_trials import estimated_seconds
 from bapipe.units import format_seconds
 
-__all__ = ["AutoOptions", "AutoResult", "auto"]
+__all__ = ["AutoResult", "auto"]
 
 _PER_RANK = {"cpu": 16, "gpu": 64}
 """samples of a global batch per rank where none is given"""
 _SIZES = 4
 """micro-batch sizes that are measured where none are given"""
 _MADE = "bapipe.calibrated/1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutoOptions:
-    """What `auto` is to do."""
-
-    folder: Path = Path("bapipe-auto")
-    """where everything is written"""
-    args: Mapping[str, Argument] = field(default_factory=dict)
-    """arguments of the model's function"""
-    global_batch: int | None = None
-    """samples of one optimizer step; None: 64 per GPU, 16 per CPU rank"""
-    micro_batches: tuple[int, ...] = ()
-    """sizes that a plan may take; (): up to four powers of two"""
-    ranks: int | None = None
-    """None: all GPUs, or all cores"""
-    optimizer: str = "adam"
-    precision: str = DEFAULT_PRECISION
-    """fp32, tf32, bf16, fp16, bf16-mixed or fp16-mixed"""
-    dtype: str | None = None
-    """older name of `precision`"""
-    device: str | None = None
-    """cpu or cuda; None: what there is"""
-    compiled: bool = False
-    """whether layers are measured and run compiled"""
-    racing: int = 4
-    """plans that are raced; 1: none is, the prediction decides"""
-    fresh: bool = False
-    """measure again what the folder has"""
-    timeout: float = 300.0
-    """seconds before a silent rank is given up"""
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None:
-            object.__setattr__(self, "precision", self.dtype)
-        parse_optimizer(self.optimizer).require_for(find_precision(self.precision))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +85,7 @@ def auto(
     batch = options.global_batch or _PER_RANK[machine.kind] * count
     sizes = options.micro_batches or _sizes(batch, count)
     profile = _profile(model, machine, sizes, options, steps, progress)
-    request = Request(global_batch=batch, optimizer=options.optimizer)
+    request = Request(global_batch=batch, optimizer=options.optimizer, engines=False)
     run = RunOptions(timeout=options.timeout, device="cuda" if machine.kind == "gpu" else "cpu")
 
     in_run, links = folder / "profile-in-run.json", folder / "cluster-in-run.toml"

@@ -41,6 +41,7 @@ def probe_plans(profile: Profile, cluster: Cluster, request: Request, global_bat
     for schedule, size, stages in dict.fromkeys(wanted):
         samples = size * count if schedule == "data-parallel" else size * _MICROBATCHES * count
         own = Request(
+            engines=False,
             global_batch=samples,
             microbatch=size,
             schedule=schedule,

@@ -27,14 +27,20 @@ Report = Callable[[str], None]
 
 
 def run_trials(
-    plans: Sequence[Plan], options: RunOptions, *, code: Path, times: int = 1, report: Report | None = None
+    plans: Sequence[Plan],
+    options: RunOptions,
+    *,
+    code: Path,
+    times: int = 1,
+    engines: Sequence[str] | None = None,
+    report: Report | None = None,
 ) -> tuple[Trial, ...]:
     """Run each plan for a few steps on this machine, and say how long a step takes.
 
     All plans are of one model. Those with as many ranks are run by the same processes, which build and capture the
     model once; `times` over the list, so that a machine whose speed drifts treats all alike. A plan that fails, by
     lack of memory or otherwise, is a trial with its reason; the others are run all the same. `code` is where to
-    look for the model's code first.
+    look for the model's code first, `engines` what runs each plan's stages.
     """
     done: dict[int, Trial] = {index: Trial(plan=plan) for index, plan in enumerate(plans)}
     by_ranks: dict[int, list[int]] = {}
@@ -46,17 +52,22 @@ def run_trials(
         while waiting:
             if report is not None:
                 report(f"{len(set(waiting))} plans on {len(plans[waiting[0]].ranks)} ranks")
-            waiting = _launch(plans, waiting, options, code, done)
+            waiting = _launch(plans, waiting, options, code, done, engines or [options.engine] * len(plans))
     return tuple(done[index] for index in range(len(plans)))
 
 
 def _launch(
-    plans: Sequence[Plan], waiting: list[int], options: RunOptions, code: Path, done: dict[int, Trial]
+    plans: Sequence[Plan],
+    waiting: list[int],
+    options: RunOptions,
+    code: Path,
+    done: dict[int, Trial],
+    engines: Sequence[str],
 ) -> list[int]:
     """Run what waits; what is still to be run after a plan that failed."""
     with tempfile.TemporaryDirectory(prefix="bapipe-trials-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        write_jobs(folder, [(plans[index], steps_for(plans[index])) for index in waiting])
+        write_jobs(folder, [(plans[index], steps_for(plans[index]), engines[index]) for index in waiting])
         worker = ["-m", "bapipe.torch.trials.trial_worker", name, options.to_json(), "--code", str(code)]
         failure = attempt(check_plan(plans[waiting[0]]), worker, timeout=options.timeout)
         for number, index in enumerate(waiting):

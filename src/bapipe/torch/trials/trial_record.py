@@ -32,6 +32,8 @@ class TrialJob:
     """the plan's file, in the same folder"""
     steps: int
     """the first is a warm-up"""
+    engine: str = "bapipe"
+    """what runs its stages"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +70,20 @@ class Trial:
         return None if self.seconds is None else self.seconds / self.plan.prediction.time - 1
 
 
-def write_jobs(folder: Path, plans: list[tuple[Plan, int]]) -> None:
-    """Write plans and their steps to a folder, for the ranks."""
+def write_jobs(folder: Path, plans: list[tuple[Plan, int, str]]) -> None:
+    """Write plans, their steps and their engines to a folder, for the ranks."""
     jobs = []
-    for number, (plan, steps) in enumerate(plans):
+    for number, (plan, steps, engine) in enumerate(plans):
         name = f"plan-{number}.json"
         write_plan(plan, folder / name)
-        jobs.append(TrialJob(plan=name, steps=steps))
+        jobs.append(TrialJob(plan=name, steps=steps, engine=engine))
     write_text(folder / "trials.json", dump_json(TrialList(jobs=tuple(jobs))))
 
 
-def read_jobs(folder: Path) -> list[tuple[Plan, int]]:
+def read_jobs(folder: Path) -> list[tuple[Plan, int, str]]:
     """What `write_jobs` wrote."""
     found = read_versioned(TrialList, folder / "trials.json", schema=TRIALS_SCHEMA)
-    return [(read_plan(folder / job.plan), job.steps) for job in found.jobs]
+    return [(read_plan(folder / job.plan), job.steps, job.engine) for job in found.jobs]
 
 
 def result_file(folder: Path, number: int) -> Path:

@@ -75,8 +75,9 @@ def _run(folder: Path, options: RunOptions, code: Path) -> None:
         keep_heap()
     print_log(None)
     prepared = _prepare(first, options, code)
-    for number, (plan, steps) in enumerate(jobs):
-        record = train(trusted_plan(plan), replace(options, steps=steps, learning_rate=0.0), prepared=prepared)
+    for number, (plan, steps, engine) in enumerate(jobs):
+        own = replace(options, steps=steps, learning_rate=0.0, engine=engine)
+        record = train(trusted_plan(plan), own, prepared=prepared)
         prepared.captured.module.to("cpu").zero_grad(set_to_none=True)
         if rank == 0 and record is not None:
             write_run(record, result_file(folder, number))
@@ -84,7 +85,7 @@ def _run(folder: Path, options: RunOptions, code: Path) -> None:
 
 
 def _prepare(plan: Plan, options: RunOptions, code: Path) -> PreparedModel:
-    built = build_model(plan.model, folders=(code,), seed=options.seed, precision=plan.dtype)
+    built = build_model(plan.model, folders=(code, Path.cwd()), seed=options.seed, precision=plan.dtype)
     captured = capture(built.module, built.args, built.kwargs, check=False)
     return PreparedModel(built=built, captured=captured)
 

@@ -23,6 +23,7 @@ __all__ = [
     "Gradients",
     "Scaled",
     "compare_gradients",
+    "copied",
     "gradients",
     "joined",
     "largest",
@@ -43,12 +44,18 @@ _CPU = torch.device("cpu")
 
 def gradients(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Gradients:
     """A copy of every parameter's gradient in host memory by name; zeros where none came."""
-    return {
-        name: torch.zeros_like(parameter, device=_CPU)
-        if parameter.grad is None
-        else parameter.grad.detach().to(_CPU, copy=True)
-        for name, parameter in named_parameters
-    }
+    named = dict(named_parameters)
+    return copied(named.items(), {name: parameter.grad for name, parameter in named.items()})
+
+
+def copied(named_parameters: Iterable[tuple[str, nn.Parameter]], found: Mapping[str, Tensor | None]) -> Gradients:
+    """A copy of these gradients in host memory; zeros where a parameter has none."""
+    copies = {}
+    for name, parameter in named_parameters:
+        own = found[name]
+        none = torch.zeros_like(parameter, device=_CPU)
+        copies[name] = none if own is None else own.detach().to(_CPU, copy=True)
+    return copies
 
 
 def joined(ranks: Iterable[tuple[Gradients, Mapping[str, Slice]]]) -> Gradients:

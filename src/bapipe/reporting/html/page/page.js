@@ -45,4 +45,4 @@ function unmount() {
   api.view = null;
 }
 
-const api = { mount, unmount, dress, contents, formatTime, ticks, view: null, dressed: false };
+const api = { mount, unmount, dress, contents, formatTime, ticks, firstAfter, view: null, dressed: false };

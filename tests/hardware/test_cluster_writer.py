@@ -69,3 +69,28 @@ def test_a_spread_may_be_written_as_a_percentage(tmp_path: Path) -> None:
     path.write_text(text.replace("[links.within]", "[links.within]\nspread = 3"), encoding="utf-8")
     with pytest.raises(BaPipeError, match="a link needs a spread of at least 0 and below 1, got 3; correct it"):
         read_cluster(str(path))
+
+
+def test_a_part_of_a_cluster_is_named_as_it_is_read(tmp_path: Path) -> None:
+    cluster = read_cluster("4xv100")
+    slow = replace(cluster.within, bandwidth=1e9)
+    part = replace(cluster, pairs={"node0/1 - node0/3": slow}).part(cluster.accelerators[1::2])
+    assert [item.name for item in part.accelerators] == ["node0/1", "node0/3"]
+    written = _written(part, tmp_path)
+    assert [item.name for item in written.accelerators] == ["node0/0", "node0/1"]
+    assert written.pairs == {"node0/0 - node0/1": slow}
+
+
+def test_nodes_that_are_joined_as_accelerators_within_them_are_written_so(tmp_path: Path) -> None:
+    cluster = read_cluster("2xv100")
+    first, second = cluster.accelerators
+    apart = replace(cluster, accelerators=(first, replace(second, name="other/0", node="other")))
+    assert apart.between is None
+    assert _written(apart, tmp_path) == replace(apart, between=apart.within)
+
+
+@pytest.mark.parametrize("node", ["", "a b", "a/b"])
+def test_a_name_that_no_file_may_have_is_no_node(node: str) -> None:
+    first = read_cluster("2xv100").accelerators[0]
+    with pytest.raises(BaPipeError, match="node must be a name without '/' and spaces"):
+        replace(first, node=node)

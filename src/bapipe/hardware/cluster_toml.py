@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from bapipe.hardware.cluster import AcceleratorType, Cluster, Level, Link
 
@@ -14,8 +16,10 @@ __all__ = ["cluster_toml"]
 def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
     """The file's text, complete: types too, so that it needs no catalogue. Read back, it is the same cluster.
 
-    `comment` stands before the accelerators, which must be named node/index in order, as the reader names them.
+    Accelerators are named node/index in order, as the reader names them; those of a part of a cluster may have
+    other names. `comment` stands before them.
     """
+    cluster = _as_read(cluster)
     lines = [
         'schema = "bapipe.cluster/1"',
         f"name = {_text(cluster.name)}",
@@ -41,6 +45,21 @@ def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
     for name in dict.fromkeys(accelerator.type for accelerator in cluster.accelerators):
         lines += [f"[types.{_text(name)}]", *_type(cluster.types[name]), ""]
     return "\n".join(lines)
+
+
+def _as_read(cluster: Cluster) -> Cluster:
+    """With accelerators named as the reader names them, and the link between nodes that it asks for."""
+    counted: Counter[str] = Counter()
+    names = {}
+    for item in cluster.accelerators:
+        names[item.name] = f"{item.node}/{counted[item.node]}"
+        counted[item.node] += 1
+    return replace(
+        cluster,
+        accelerators=tuple(replace(item, name=names[item.name]) for item in cluster.accelerators),
+        between=cluster.within if cluster.between is None and len(counted) > 1 else cluster.between,
+        pairs={" - ".join(names[end] for end in key.split(" - ")): link for key, link in cluster.pairs.items()},
+    )
 
 
 def _text(value: str) -> str:

@@ -123,6 +123,8 @@ def test_what_a_trace_lacks_is_said(tmp_path: Path) -> None:
     bare = replace(profile(), layers=tuple(replace(layer, modules=()) for layer in profile().layers))
     with pytest.raises(BaPipeError, match="does not say which modules its layers are; profile it again"):
         profile_of_trace(bare, path, accelerator="gpu", microbatch=2)
+    with pytest.raises(BaPipeError, match="has no accelerator's bytes; profile it again"):
+        profile_of_trace(replace(profile(), accelerators={}), path, accelerator="gpu", microbatch=2)
 
 
 @pytest.mark.parametrize(

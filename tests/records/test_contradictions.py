@@ -12,6 +12,10 @@ import pytest
 
 from bapipe.costs.profile import read_profile
 from bapipe.errors import FileFormatError
+from bapipe.fpga import explore_fpga, make_fpga_plan
+from bapipe.hardware.cluster_file import read_cluster
+from bapipe.planner import Request
+from bapipe.planner.inputs import layers_for_fpgas
 from bapipe.records.plan import read_plan, write_plan
 from bapipe.records.run_record import read_run
 from command import bapipe, refused
@@ -79,6 +83,25 @@ def test_a_plan_that_contradicts_itself_is_refused(said: str, tmp_path: Path) ->
         read_plan(tmp_path / "plan.json")
     assert str(error.value).startswith(str(tmp_path / "plan.json"))
     assert refused("report", "plan.json", folder=tmp_path).startswith("bapipe: plan.json: ")
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        ("board 'node0/0' has no DSPs; plan again", put("dsp_installed", 0)),
+        ("over a link of 0 bytes/s; plan again", put("links", 0, "bandwidth", 0)),
+    ],
+)
+def test_a_board_that_nothing_can_be_built_on_is_refused(said: str, change: Change, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    layers = layers_for_fpgas(str(EXAMPLES / "layers-small-cnn.toml"))
+    found = explore_fpga(layers, read_cluster("2xvcu118"), Request(global_batch=8, microbatch=1), dtype="fp16")
+    write_plan(make_fpga_plan(found), path)
+    values = json.loads(path.read_text(encoding="utf-8"))
+    change(values["deployment"]["boards"][0])
+    path.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(FileFormatError, match=re.escape(said)):
+        read_plan(path)
 
 
 RUNS = {

@@ -126,6 +126,8 @@ def profile_of_trace(
         raise BaPipeError(
             f"the profile of {profile.model.name} does not say which modules its layers are; profile it again"
         )
+    if not profile.accelerators:
+        raise BaPipeError(f"the profile of {profile.model.name} has no accelerator's bytes; profile it again")
     known, base = next(iter(profile.accelerators.items()))
     if microbatch not in base.microbatches:
         sizes = ", ".join(map(str, base.microbatches))

@@ -60,6 +60,11 @@ def _require_boards(plan: Plan) -> None:
         where = f"board '{board.accelerator[:60]}'"
         for part in (board, *board.modules, *board.placed, *board.fifos, *board.links):
             require_amounts(part, where=where, todo="plan again")
+        if not board.dsp_installed:
+            raise BaPipeError(f"{where} has no DSPs; plan again")
+        silent = next((use for use in board.links if not use.bandwidth), None)
+        if silent is not None:
+            raise BaPipeError(f"{where} sends to '{silent.to[:60]}' over a link of 0 bytes/s; plan again")
 
 
 def microbatch_sizes(plan: Plan) -> tuple[int, ...]:

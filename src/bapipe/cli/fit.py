@@ -38,7 +38,7 @@ __all__ = ["fit_command"]
 )
 @optimizer_options
 @renamed("--precision", show_default="a profile's own, or fp32", help=PRECISION_HELP)
-@click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
+@click.option("--memory-limit", help="Memory to plan with on each accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Draw it into this file.")
 @click.option("--report", type=click.Path(dir_okay=False), help="Write it as an HTML page.")

@@ -54,7 +54,7 @@ __all__ = ["plan_command"]
 @optimizer_options
 @renamed("--precision", show_default="a profile's own, or fp32; fp16 on FPGAs", help=PRECISION_HELP)
 @click.option("--batch", type=int, help="Batch at which a graph.txt was measured.  [default: inferred, or 128]")
-@click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
+@click.option("--memory-limit", help="Memory to plan with on each accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
 @click.option("--layer-error", metavar="SHARE", help="Relative standard error of layers' times, such as 5%: "
               "choose what loses least by it.  [default: as the profile has it]")  # fmt: skip

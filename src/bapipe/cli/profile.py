@@ -75,7 +75,7 @@ __all__ = [
 )
 @click.option("--fresh", is_flag=True, help="Forget what was measured before.")
 @click.option("--details", type=click.Path(dir_okay=False), help="Write everything measured as JSON.")
-@click.option("--slice-of", type=int, help="Profile one of so many equal slices of the GPU, the others loaded.")
+@click.option("--slice-of", type=int, help="Cut the GPU into this many equal slices and profile one of them, the others loaded.")
 @click.option("--slice-memory", help="Memory of each slice, such as 16GB.")
 @click.option("--slice", type=int, default=0, help="Which slice, where the GPU is cut (bapipe slices start).")
 @click.option("--links", is_flag=True, help="Measure links between ranks of this machine instead of a model.")

@@ -39,7 +39,7 @@ class Captured:
     batch: int
     """samples of the example"""
     opaque: tuple[Finding, ...]
-    """modules kept whole, and why"""
+    """leaf modules: called as they stand instead of traced, and why"""
     notes: tuple[str, ...]
     """what a user should know of the capture"""
     checked: float | None
@@ -227,7 +227,7 @@ def _capture(
     groups = group_layers(program, module)
     layers = describe_layers(program, module, groups)
     used = {name for layer in layers for name in layer.parameters}
-    notes = [f"'{item.path}' is kept whole: {item.reason}" for item in exported.findings]
+    notes = [f"'{item.path}' is kept as a leaf module: {item.reason}" for item in exported.findings]
     if exported.layerdrop_draws:
         notes.append(f"layer drop is off: {exported.layerdrop_draws} draws of torch.rand([]) are answered with 1")
     if exported.left_out:

@@ -2,13 +2,14 @@
 
     python3 benchmarks/first_plan/run.py
 
-A fresh clone goes into a temporary folder, the model of README's section "Start" into a file there, and the commands
-of that section are typed into one shell, in an environment without caches of pip and BaPipe. Needs the standard
-library alone. Writes result.json beside itself, and fails if a claim does.
+A fresh clone goes into a temporary folder, the model of README's section "Start" into a file there, and the
+commands of that section are typed into one shell, in an environment without caches of pip and BaPipe. Needs the
+standard library alone. Writes result.json beside itself, and fails if a claim does.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -55,7 +56,7 @@ def timed(commands: list[str], folder: Path, environment: dict[str, str]) -> lis
     lines.append(f'echo "{len(commands)} $EPOCHREALTIME" >> {shlex.quote(str(times))}')
     subprocess.run(["bash", "-c", "\n".join(lines)], cwd=folder, env=environment, check=True)
     stamps = [float(line.split()[1]) for line in times.read_text().splitlines()]
-    spent = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+    spent = [after - before for before, after in itertools.pairwise(stamps)]
     return [
         {"command": command, "seconds": round(seconds, 1)}
         for command, seconds in zip(commands, spent, strict=True)
@@ -110,7 +111,9 @@ def main() -> int:
         "clone_seconds": round(cloned, 1),
         "commands": rows,
         "seconds": round(total, 1),
-        "install_seconds": round(sum(row["seconds"] for row in rows if "bapipe" not in row["command"].split()[0]), 1),
+        "install_seconds": round(
+            sum(row["seconds"] for row in rows if "bapipe" not in row["command"].split()[0]), 1
+        ),
         "plan": {
             "model": plan["model"]["ref"],
             "schedule": plan["schedule"]["name"],

@@ -76,16 +76,22 @@ def fit_command(model: str, **options: Any) -> None:
 
     console = terminal()
     console.print(render_fit(found, title=title))
+    sources = {table.source for table in _profile(model, cluster, options).accelerators.values()}
+    if sources != {"measured"}:
+        console.print(f"Times are {', '.join(sorted(sources))}, not measured.", soft_wrap=True)
     for path in (options["svg"], options["report"]):
         if path:
             console.print(f"wrote {path}", soft_wrap=True)
 
 
+def _profile(
+    model: str, cluster: Cluster, options: dict[str, Any], args: dict[str, Argument] | None = None
+) -> Profile:
+    return profile_for(model, cluster, microbatch=None, precision=options["precision"], args=args)
+
+
 def _ladder(model: str, cluster: Cluster, options: dict[str, Any]) -> LargestFit:
     quantity: Quantity = options["largest"]
-
-    def profile(args: dict[str, Argument] | None = None) -> Profile:
-        return profile_for(model, cluster, microbatch=None, precision=options["precision"], args=args)
 
     def request(microbatch: int) -> Request:
         return Request(
@@ -95,7 +101,7 @@ def _ladder(model: str, cluster: Cluster, options: dict[str, Any]) -> LargestFit
             effort="low",
         )
 
-    base = profile()
+    base = _profile(model, cluster, options)
     least, most, _ = profiled_range(base, cluster)
     if quantity == "batch":
         if options["global_batch"]:
@@ -110,7 +116,7 @@ def _ladder(model: str, cluster: Cluster, options: dict[str, Any]) -> LargestFit
     option = size_option(model, quantity)
     sizes = SizeRange(least=option.least, step=option.step, most=option.most)
     return climb_ladder(
-        lambda size: profile({option.name: size}),
+        lambda size: _profile(model, cluster, options, {option.name: size}),
         lambda _: request(least),
         cluster,
         sizes,

@@ -18,6 +18,7 @@ from bapipe.costs.optimizers import OPTIMIZERS
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
+from bapipe.io.files import check_output
 from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
 from bapipe.planner.effort import EFFORTS
 from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
@@ -96,6 +97,8 @@ def plan_command(model: str, **options: Any) -> None:
       bapipe plan resnet50 --cluster 2xvcu129+2xvcu118 --global-batch 128 --precision fp16
     """
     options["optimizer"] = read_optimizer(options)
+    check_output(options["out"])
+    check_output(options["report"])
     cluster = cluster_with(
         options["cluster"], memory_limit=options["memory_limit"], link_bandwidth=options["link_bandwidth"]
     )

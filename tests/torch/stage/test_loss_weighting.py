@@ -373,7 +373,7 @@ def test_a_loss_function_may_use_the_loss_that_the_model_returns() -> None:
 
 def test_a_loss_that_cannot_take_what_the_model_returns_is_refused_with_what_to_do() -> None:
     output = (logits().transpose(1, 2), logits())
-    said = r"cannot take what the model returns, a tuple \(.*; have it take the part that it needs, such as output\["
+    said = r"cannot take what the model returns, a tuple \(.*; let it take the part that it needs, such as output"
     for _ in range(2):  # watched and settled
         with pytest.raises(BaPipeError, match=said):
             Weighing(functional.cross_entropy)(output, labels(), sum(SIZES))

@@ -134,7 +134,7 @@ def _called(function: LossFunction, output: Any, target: Any) -> Any:
             raise
         raise BaPipeError(
             f"the loss function cannot take what the model returns, a {type(output).__name__} "
-            f"({type(error).__name__}: {first_line(error)}); have it take the part that it needs, such as output[0]"
+            f"({type(error).__name__}: {first_line(error)}); let it take the part that it needs, such as output[0]"
         ) from error
 
 
@@ -158,6 +158,6 @@ def _first_scalar(output: Any) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point():
             return leaf
     raise BaPipeError(
-        "the model's output holds no scalar to train on; give a loss_fn(output, target), for bapipe run and auto a "
-        "function `loss` beside the model's"
+        "the model's output holds no scalar to train on; give a loss_fn(output, target), for bapipe run and auto "
+        "a function `loss` beside the model's"
     )

@@ -132,7 +132,7 @@ def test_a_step_is_compared_with_the_plans_own_prediction() -> None:
     assert comparison.time == Pair(predicted=16.0, measured=16.0)
     notes = comparison_notes(comparison)
     assert notes[0] == "step: 18 → 16.5 s (+9%), the median of the run"
-    assert notes[1].startswith("its actions: 16 → 16 s (+0%), bubble ")
+    assert notes[1].startswith("its actions, first to last: 16 → 16 s (+0%), bubble ")
     assert notes[2] == "beside its actions: 2 s → 500 ms (+300%)"
 
 

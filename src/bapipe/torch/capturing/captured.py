@@ -160,14 +160,14 @@ class Captured:
         return unflatten(leaves, self.program.out_spec)
 
     def at(self, batch: int) -> Captured:
-        """The capture to run so many samples with: this one, or a new one where the batch is not free."""
+        """The capture to run this many samples with: this one, or a new one where the batch is not free."""
         if self.dynamic or batch == self.batch:
             return self
         args, kwargs = self.examples.resized(batch).tree()
         return capture(self.module, args, kwargs, dynamic_batch=False, check=self.checked is not None)
 
     def of_length(self, length: int) -> Captured:
-        """The capture to run sequences of so many positions with: this one, or a new one of the same module.
+        """The capture to run sequences of this length with: this one, or a new one of the same module.
 
         Raises BaPipeError where the inputs have no sequences, or the model does not take them so long.
         """

@@ -46,8 +46,8 @@ def choices() -> str:
     """Samples/s of the newest run of each case."""
     result = _result()
     lines = [
-        "| samples/s | straight 1F1B-SO | GPipe | PipeDream | data parallelism, accumulating "
-        "| the automatic choice | over the best of the others | of ideal |",
+        "| samples/s | 1F1B-SO, no replicas | GPipe | PipeDream | data parallelism, accumulating "
+        "| the automatic choice | over the best of the others | share of ideal |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for model, count in _pairs():
@@ -71,10 +71,10 @@ def choices() -> str:
         )
         ideal = count * slice_speed
         words = "data parallelism" if auto["schedule"] == "data-parallel" else auto["schedule"]
-        words += ", divided" if auto["split"] else ""
+        words += ", split layers" if auto["split"] else ""
         lines.append(
             f"| {MODELS[model]}, {count} slices | {' | '.join(cells)} | **{auto['throughput']:.0f}** ({words}) | "
-            f"{auto['throughput'] / max(speeds):.2f}x | {auto['throughput'] / ideal:.3f} of {ideal:.0f} |"
+            f"{auto['throughput'] / max(speeds):.2f}x | {100 * auto['throughput'] / ideal:.1f} % of {ideal:.0f} |"
         )
     return "\n".join(lines)
 

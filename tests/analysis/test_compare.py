@@ -132,7 +132,7 @@ def test_a_step_is_compared_with_the_plans_own_prediction() -> None:
     assert comparison.time == Pair(predicted=16.0, measured=16.0)
     notes = comparison_notes(comparison)
     assert notes[0] == "step: 18 → 16.5 s (+9%), the median of the run"
-    assert notes[1].startswith("its actions: 16 → 16 s (+0%), bubble ")
+    assert notes[1].startswith("its actions, first to last: 16 → 16 s (+0%), bubble ")
     assert notes[2] == "beside its actions: 2 s → 500 ms (+300%)"
 
 
@@ -285,7 +285,8 @@ def test_the_tables_show_both_and_the_error() -> None:
     assert "10 B → –" in text
     assert "the median of the run" in text
     assert "up to 20 kB" in text
-    assert "link within nodes: 1 B take 1 → 2 s (-50%), median of 4 waited for; as 0.5 B/s and 0 ns" in text
+    assert "link within nodes: 1 B take 1 → 2 s (-50%), median of 4 transfers that a rank waited for" in text
+    assert "; corrected: 0.5 B/s, 0 ns" in text
 
 
 def test_units_that_differ_are_both_named() -> None:

@@ -45,6 +45,7 @@ _STAND_INS = (
     (r"--ranks 4", "--ranks 2"),
     (r"(?<!launch )--steps \d+", "--steps 2"),
     (r"--every \d+", "--every 1"),
+    (r"^bapipe auto (?=my_model)", "bapipe auto --ranks 2 --micro-batch 8,16 --race 1 --arg width=64 "),
     (r"^bapipe auto\b(?=.* --steps)", "bapipe auto --ranks 2 --micro-batch 8,16 --race 1 --arg hidden=64"),
     (r"^(bapipe what-if .*--sweep \S+\.\.\S+)", r"\1 --points 2"),
     (r"^scripts/demo$", "bash -n scripts/demo"),

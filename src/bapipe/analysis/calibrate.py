@@ -23,7 +23,7 @@ from bapipe.analysis.recalibrate import fit_profile, predict_again, recalibrate
 from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
 from bapipe.costs.profile import Profile, write_profile
 from bapipe.costs.segments import make_chain
-from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster import Cluster, Link
 from bapipe.hardware.cluster_toml import cluster_toml
 from bapipe.io.files import write_text
 from bapipe.planner.candidate import Hardware
@@ -32,9 +32,12 @@ from bapipe.planner.evaluate import evaluate
 from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord, to_timeline
+from bapipe.units import format_bandwidth, format_seconds
 
 __all__ = ["Calibrated", "ShortRun", "calibrate", "write_calibrated"]
 
+_UNSEEN = 0.9
+"""share of the highest rate from which on the sum of gradients cannot be told from none"""
 _RATES = (1e-3, 1e15)
 """bytes/s between which the rate of sums is looked for"""
 _HALVINGS = 40
@@ -85,13 +88,13 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
             },
         )
         changes += [*_layer_changes(profile, by_size), *_link_changes(cluster, linked)]
-        changes.append(f"a step takes {1e3 * overhead:.3g} ms beside its actions")
+        changes.append(f"a step takes {format_seconds(overhead)} beside its forwards, backwards and transfers")
     for run in runs:
         # Of a part of the accelerators it would say what links of that part do, not what those of all do.
         if run.plan.kind == "data-parallel" and len(run.plan.ranks) == len(cluster):
             rate = _sum_rate(corrected, linked, run.plan, run.seconds)
             linked = replace(linked, collective_bandwidth=rate)
-            changes.append(f"gradients are summed at {rate / 1e9:.3g} GB/s")
+            changes.append(_sum_change(rate))
     return Calibrated(profile=corrected, cluster=linked, changes=tuple(changes))
 
 
@@ -172,7 +175,10 @@ def _layer_changes(profile: Profile, by_size: dict[int, Profile]) -> list[str]:
             before, after = (item.at(name, size) for item in (profile, corrected))
             ahead = after.forward.sum() / before.forward.sum()
             back = after.backward.sum() / before.backward.sum()
-            lines.append(f"layers of {name} at micro-batch {size}: forward ×{ahead:.2f}, backward ×{back:.2f}")
+            lines.append(
+                f"layers of {name} at micro-batch {size}: forwards take {ahead:.2f}x, backwards {back:.2f}x the "
+                "profiled time"
+            )
     return lines
 
 
@@ -180,9 +186,18 @@ def _link_changes(before: Cluster, after: Cluster) -> list[str]:
     lines = []
     for what, old, new in (("within", before.within, after.within), ("between", before.between, after.between)):
         if new is not None and new != old:
-            lines.append(f"links {what} nodes: {1e6 * new.latency:.0f} µs and {new.bandwidth / 1e9:.3g} GB/s")
+            lines.append(f"links {what} nodes: {_rate(new)}")
     for one, other in zip(before.levels, after.levels, strict=True):
         if other.link is not None and other.link != one.link:
-            rate = f"{1e6 * other.link.latency:.0f} µs and {other.link.bandwidth / 1e9:.3g} GB/s"
-            lines.append(f"links of level {other.name}: {rate}")
+            lines.append(f"links of level {other.name}: {_rate(other.link)}")
     return lines
+
+
+def _rate(link: Link) -> str:
+    return f"latency {format_seconds(link.latency)}, {format_bandwidth(link.bandwidth)}"
+
+
+def _sum_change(rate: float) -> str:
+    if rate > _UNSEEN * _RATES[1]:
+        return "gradient sync takes no time that could be seen"
+    return f"gradient sync: {format_bandwidth(rate)}"

@@ -106,7 +106,7 @@ class WhatIf:
 
 
 def parse_sweep(text: str, *, points: int = 7) -> Sweep:
-    """`name=low..high` in so many even steps, or `name=a,b,c`; a unit after the last value holds for all.
+    """`name=low..high` in `points` even steps, or `name=a,b,c`; a unit after the last value holds for all.
 
     board.dsp=4000..16000   link=50..500Gb/s   memory=8,16,32GB   count=1..8
     """

@@ -10,7 +10,7 @@ import sys
 import click
 
 from bapipe import __version__
-from bapipe.errors import BaPipeError
+from bapipe.errors import BaPipeError, nearest
 
 __all__ = ["COMMANDS", "LazyCommands", "cli", "main"]
 
@@ -60,6 +60,13 @@ class LazyCommands(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"No such command '{args[0][:60]}'{nearest(args[0], COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
 
 EXAMPLES = """\b
 Examples:
@@ -101,7 +108,7 @@ def main() -> None:
     except (click.exceptions.Abort, KeyboardInterrupt):
         code = 130
     except click.ClickException as error:
-        code = _complain(" ".join(error.format_message().split()))
+        code = _complain(" ".join(error.format_message().split()).rstrip(".") + _where_help_is(error))
     except BaPipeError as error:
         code = _complain(str(error))
     except MemoryError:
@@ -112,6 +119,13 @@ def main() -> None:
     except Exception as error:
         code = _unexpected(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _where_help_is(error: click.ClickException) -> str:
+    """What to do about a command line that click refused."""
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return ""
+    return f"; {error.ctx.command_path} --help shows what it takes"
 
 
 def _unexpected(error: Exception) -> int:

@@ -119,8 +119,8 @@ def print_race(raced: RaceResult) -> None:
 
     from bapipe.reporting.terminal.console import terminal
 
-    table = Table(title="raced", title_justify="left")
-    for header in ("plan", "micro-batch", "measured", "predicted", "off by"):
+    table = Table(title="raced: seconds of a global batch", title_justify="left")
+    for header in ("plan", "micro-batch", "measured", "predicted", "longer by"):
         table.add_column(header, justify="left" if header == "plan" else "right")
     for trial in raced.trials:
         plan = trial.plan
@@ -136,7 +136,14 @@ def print_race(raced: RaceResult) -> None:
             format_seconds(plan.prediction.time),
             f"{trial.error:+.1%}",
         )
-    terminal().print(table)
+    console = terminal()
+    console.print(table)
+    if raced.best is not raced.trials[0]:
+        console.print(
+            "chosen: the plan that was preferred before the race, as its steps and those of the fastest differ by "
+            "no more than their error",
+            soft_wrap=True,
+        )
 
 
 @click.command("calibrate")

@@ -28,7 +28,7 @@ def checkpoint_group() -> None:
 def list_command(folder: str, as_json: bool) -> None:
     """List the checkpoints in FOLDER, the latest first.
 
-    Whether one is complete is told by its manifest and the sizes of its files; verify reads them.
+    The manifest and the sizes of its files show whether one is complete; verify reads the files.
 
     \b
     Example:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from bapipe.cli.cluster_hosts import answers_of
@@ -12,7 +10,7 @@ from bapipe.hardware.cluster import Cluster, Link
 from bapipe.hardware.cluster_file import parse_cluster
 from bapipe.hardware.cluster_merge import merged_clusters
 from bapipe.hardware.cluster_toml import cluster_toml
-from bapipe.io.files import write_text
+from bapipe.io.files import check_output, write_text
 from bapipe.units import format_bandwidth, parse_bandwidth, parse_seconds
 
 __all__ = ["detect_command"]
@@ -54,8 +52,7 @@ def detect_command(
       bapipe cluster detect -o cluster.toml
       bapipe cluster detect --hosts gpu01,gpu02 --via ssh --between "25 Gb/s" -o cluster.toml
     """
-    if out is not None and not Path(out).resolve().parent.is_dir():
-        raise BaPipeError(f"{out} is in a folder that does not exist; make it first")
+    check_output(out)
     if ranks is not None and ranks < 1:
         raise BaPipeError(f"a cluster needs at least 1 rank, got {ranks}; raise --ranks")
     if hosts is None:

@@ -38,7 +38,7 @@ __all__ = ["fit_command"]
 )
 @optimizer_options
 @renamed("--precision", show_default="a profile's own, or fp32", help=PRECISION_HELP)
-@click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
+@click.option("--memory-limit", help="Memory to plan with on each accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Draw it into this file.")
 @click.option("--report", type=click.Path(dir_okay=False), help="Write it as an HTML page.")
@@ -76,16 +76,22 @@ def fit_command(model: str, **options: Any) -> None:
 
     console = terminal()
     console.print(render_fit(found, title=title))
+    sources = {table.source for table in _profile(model, cluster, options).accelerators.values()}
+    if sources != {"measured"}:
+        console.print(f"Times are {', '.join(sorted(sources))}, not measured.", soft_wrap=True)
     for path in (options["svg"], options["report"]):
         if path:
             console.print(f"wrote {path}", soft_wrap=True)
 
 
+def _profile(
+    model: str, cluster: Cluster, options: dict[str, Any], args: dict[str, Argument] | None = None
+) -> Profile:
+    return profile_for(model, cluster, microbatch=None, precision=options["precision"], args=args)
+
+
 def _ladder(model: str, cluster: Cluster, options: dict[str, Any]) -> LargestFit:
     quantity: Quantity = options["largest"]
-
-    def profile(args: dict[str, Argument] | None = None) -> Profile:
-        return profile_for(model, cluster, microbatch=None, precision=options["precision"], args=args)
 
     def request(microbatch: int) -> Request:
         return Request(
@@ -95,7 +101,7 @@ def _ladder(model: str, cluster: Cluster, options: dict[str, Any]) -> LargestFit
             effort="low",
         )
 
-    base = profile()
+    base = _profile(model, cluster, options)
     least, most, _ = profiled_range(base, cluster)
     if quantity == "batch":
         if options["global_batch"]:
@@ -110,7 +116,7 @@ def _ladder(model: str, cluster: Cluster, options: dict[str, Any]) -> LargestFit
     option = size_option(model, quantity)
     sizes = SizeRange(least=option.least, step=option.step, most=option.most)
     return climb_ladder(
-        lambda size: profile({option.name: size}),
+        lambda size: _profile(model, cluster, options, {option.name: size}),
         lambda _: request(least),
         cluster,
         sizes,

@@ -27,7 +27,11 @@ __all__ = ["judge_command"]
 @renamed("--global-batch", "global_batch", type=int, help="Samples per optimizer step.")
 @renamed("--micro-batch", "microbatch", type=int, help="Micro-batch size.  [default: the best for either]")
 @click.option("--schedule", help="Of the split.  [default: 1f1b-sno, interleaved with several stages per rank]")
-@click.option("--stages", type=int, help="The best plan has so many stages without replicas.  [default: any plan]")
+@click.option(
+    "--stages",
+    type=int,
+    help="Compare with the best plan of this many stages, none replicated.  [default: the best of all]",
+)
 @click.option("--optimizer", help="As in `bapipe plan`.")
 @renamed("--precision", help="As in `bapipe plan`.")
 @click.option("--trace", "trace_file", type=click.Path(dir_okay=False), help="Write both timelines as one trace.")

@@ -18,6 +18,7 @@ from bapipe.costs.optimizers import OPTIMIZERS
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
+from bapipe.io.files import check_output
 from bapipe.planner import STRATEGIES, Exploration, Request, explore, make_plan
 from bapipe.planner.effort import EFFORTS
 from bapipe.planner.inputs import FPGA_DTYPE, cluster_with, goes_on_fpgas, profile_for
@@ -54,7 +55,7 @@ __all__ = ["plan_command"]
 @optimizer_options
 @renamed("--precision", show_default="a profile's own, or fp32; fp16 on FPGAs", help=PRECISION_HELP)
 @click.option("--batch", type=int, help="Batch at which a graph.txt was measured.  [default: inferred, or 128]")
-@click.option("--memory-limit", help="At most so much per accelerator, such as 12GB.")
+@click.option("--memory-limit", help="Memory to plan with on each accelerator, such as 12GB.")
 @click.option("--link-bandwidth", help="Of every link, such as 1.6GB/s.")
 @click.option("--layer-error", metavar="SHARE", help="Relative standard error of layers' times, such as 5%: "
               "choose what loses least by it.  [default: as the profile has it]")  # fmt: skip
@@ -96,6 +97,8 @@ def plan_command(model: str, **options: Any) -> None:
       bapipe plan resnet50 --cluster 2xvcu129+2xvcu118 --global-batch 128 --precision fp16
     """
     options["optimizer"] = read_optimizer(options)
+    check_output(options["out"])
+    check_output(options["report"])
     cluster = cluster_with(
         options["cluster"], memory_limit=options["memory_limit"], link_bandwidth=options["link_bandwidth"]
     )

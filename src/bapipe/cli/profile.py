@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,7 +27,7 @@ from bapipe.costs.profile_mix import mixed_profile
 from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import DEFAULT_PRECISION
 from bapipe.hardware.transport_names import TRANSPORTS
-from bapipe.io.files import dump_json, write_text
+from bapipe.io.files import check_output, dump_json, write_text
 from bapipe.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -75,7 +74,11 @@ __all__ = [
 )
 @click.option("--fresh", is_flag=True, help="Forget what was measured before.")
 @click.option("--details", type=click.Path(dir_okay=False), help="Write everything measured as JSON.")
-@click.option("--slice-of", type=int, help="Profile one of so many equal slices of the GPU, the others loaded.")
+@click.option(
+    "--slice-of",
+    type=int,
+    help="Cut the GPU into this many equal slices and profile one of them, the others loaded.",
+)
 @click.option("--slice-memory", help="Memory of each slice, such as 16GB.")
 @click.option("--slice", type=int, default=0, help="Which slice, where the GPU is cut (bapipe slices start).")
 @click.option("--links", is_flag=True, help="Measure links between ranks of this machine instead of a model.")
@@ -111,8 +114,8 @@ def profile_command(model: str | None, **options: Any) -> None:
     if model is None:
         raise BaPipeError("name a model to profile, such as vgg16 or package.module:function, or give --links")
     options["optimizer"] = read_optimizer(options)
-    _check_out(options["out"])
-    _check_out(options["details"])
+    check_output(options["out"])
+    check_output(options["details"])
     found = _profile(model, options)
     if options["out"]:
         write_profile(found.profile, options["out"])
@@ -123,11 +126,6 @@ def profile_command(model: str | None, **options: Any) -> None:
     if not found.complete:
         click.echo("stopped early: the same command goes on from here", err=True)
         raise click.exceptions.Exit(130)
-
-
-def _check_out(path: str | None) -> None:
-    if path is not None and not Path(path).resolve().parent.is_dir():
-        raise BaPipeError(f"{path} is in a folder that does not exist; make it first")
 
 
 def _profile(model: str, options: dict[str, Any]) -> Profiled:
@@ -271,7 +269,7 @@ def _links(options: dict[str, Any]) -> None:
     from bapipe.torch.profiler.detect_machine import cluster_text, detect
     from bapipe.torch.profiler.measure_links import measure_links
 
-    _check_out(options["out"])
+    check_output(options["out"])
     device = options["device"].partition(":")[0]
     if device not in ("cpu", "cuda"):
         raise BaPipeError(f"a device is cpu or cuda, got '{device[:60]}'")

@@ -130,7 +130,7 @@ def read_options(options: dict[str, Any]) -> RunOptions:
 @click.argument("plan_file", type=click.Path(dir_okay=False))
 @run_options
 @click.option("--restarts", type=click.IntRange(min=0), default=0, show_default=True,
-              help="Start all ranks again, so often at most, when one fails.")  # fmt: skip
+              help="How often all ranks may be started again when one fails.")  # fmt: skip
 @click.option("--elastic", is_flag=True, help="When an accelerator is lost, plan again without it and go on.")
 @click.option("--elastic-speed", "speed", is_flag=True,
               help="As --elastic, and also plan again when a rank has become slow.")  # fmt: skip

@@ -259,9 +259,9 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("closed form", form),
         ("bubble", f"{summary.bubble:.1%}"),
         ("in-flight at the peak", _listed(summary.peak_activations) + " micro-batches"),
-        ("weights memory", _listed(summary.weights_memory) + " w"),
-        ("exposed communication", _listed(summary.exposed_communication)),
-        ("bandwidth to hide transfers", f"{summary.bandwidth_demand:.4g} boundaries per unit of time"),
+        ("weights memory", _listed(summary.weights_memory) + " × the weights of a stage"),
+        ("waits for transfers", _listed(summary.exposed_communication) + " on each rank"),
+        ("bandwidth to hide transfers", f"{summary.bandwidth_demand:.4g} transfers per unit of time"),
     ]
     if summary.period is not None:
         rows.insert(1, ("steady period", f"{summary.period:g} per global batch; the pipeline never flushes"))
@@ -300,7 +300,7 @@ def _print_table(rows: list[Summary], options: dict[str, Any]) -> None:
     table = Table(
         title=f"{options['stages']} stages, {options['microbatches']} micro-batches", title_justify="left"
     )
-    for header in ("schedule", "time", "relative", "bubble", "closed form", "in flight", "weights w"):
+    for header in ("schedule", "time", "relative", "bubble", "closed form", "in flight", "weights"):
         named = header == "schedule"
         table.add_column(header, justify="left" if named else "right", no_wrap=named, overflow="fold")
     for row in sorted(rows, key=lambda row: row.time):
@@ -318,8 +318,9 @@ def _print_table(rows: list[Summary], options: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        "relative: throughput over the best row's; in flight: micro-batches on the fullest accelerator. "
-        "(n/a): outside the formula's range.\n"
+        "relative: throughput over the best row's; in flight: micro-batches on the fullest accelerator; weights: "
+        "held there, in those of a stage; least K: the fewest in flight that hide the transfers; (n/a): outside "
+        "the formula's range.\n"
         "1f1b-as and fbp-as assume links that send while computing (FPGA); pipedream never flushes and "
         "trains with stale weights.",
         soft_wrap=True,

@@ -19,6 +19,7 @@ from bapipe.io.renamed_keys import first_name
 
 __all__ = [
     "SIZE_LIMIT",
+    "check_output",
     "content_hash",
     "dump_json",
     "load_json",
@@ -113,6 +114,26 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
         raise FileFormatError(f"{where} is nested too deeply; it cannot be such a file") from None
 
 
+_KINDS = {
+    "bapipe.cluster": ("a cluster", "bapipe cluster detect -o writes one"),
+    "bapipe.layers": ("a layer table", "docs/reference/layer-table.md says how to write one"),
+    "bapipe.plan": ("a plan", "bapipe plan --out writes one"),
+    "bapipe.profile": ("a profile", "bapipe profile -o writes one"),
+    "bapipe.run": ("the record of a run", "bapipe run --out writes one"),
+    "bapipe.schedule": ("a schedule", "bapipe simulate --out writes one"),
+}
+"""schema -> what such a file is, and where one comes from"""
+
+
+def _other_kind(found: str, wanted: str) -> str:
+    """What to do about a file of another kind than is wanted."""
+    is_, _ = _KINDS.get(found.split("/")[0], ("", ""))
+    want, source = _KINDS.get(wanted.split("/")[0], ("", ""))
+    if not is_ or not want:
+        return "give the right file"
+    return f"it is {is_}, give {want} here ({source})"
+
+
 def read_versioned(
     cls: type[T], path: str | Path, *, schema: str, check: Callable[[T], object] | None = None
 ) -> T:
@@ -131,7 +152,7 @@ def parse_versioned(
     if found != schema:
         kind = schema.split("/")[0]
         same_kind = str(found).split("/")[0] == kind
-        todo = "make it again with this version of BaPipe" if same_kind else "give the right file"
+        todo = "make it again with this version of BaPipe" if same_kind else _other_kind(str(found), schema)
         raise FileFormatError(f"{where} has schema '{str(found)[:60]}', expected '{schema}'; {todo}")
     try:
         value = decode(cls, data, where=where)
@@ -223,7 +244,21 @@ def write_bytes(path: str | Path, data: bytes, *, durable: bool = True) -> None:
     try:
         replace_file(path, write, durable=durable)
     except (OSError, ValueError) as error:
-        raise FileFormatError(f"{str(path)[:200]} cannot be written: {error}") from None
+        check_output(path)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise FileFormatError(f"{str(path)[:200]} cannot be written: {reason}") from None
+
+
+def check_output(path: str | Path | None) -> None:
+    """Refuse a file to write whose folder is missing, before anything is computed for it."""
+    try:
+        known = path is None or Path(path).resolve().parent.is_dir()
+    except (OSError, ValueError):
+        return  # the name itself is wrong, which writing says
+    if not known:
+        raise FileFormatError(
+            f"{str(path)[:200]} cannot be written: it is in a folder that does not exist; make it first"
+        )
 
 
 def replace_file(path: str | Path, write: Callable[[Path], None], *, durable: bool = True) -> None:

@@ -30,6 +30,8 @@ HUGGING_FACE = "hf:"
 """before a model type, folder or cached name of the transformers library"""
 _HUGGING_FACE_BUILD = "bapipe.torch.integrations.hugging_face:build"
 _CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_BUILDERS = ("build", "build_model", "create", "create_model", "get_model", "make", "make_model", "model")
+"""names of functions that say nothing of the model; it then bears its file's"""
 _GNMT = re.compile(r"gnmt-?([0-9]{1,4})")
 
 
@@ -59,6 +61,7 @@ def parse_model_spec(text: str) -> ModelSpec:
         return ModelSpec(text=text, kind="builtin")
     if _CALLABLE.fullmatch(text) or lower in ZOO:
         return ModelSpec(text=text, kind="code")
+    _refuse_script(text)
     raise BaPipeError(
         f"unknown model '{text[:60]}'{nearest(text, BUILTIN_NAMES)}; give a built-in name "
         f"({', '.join(BUILTIN_NAMES)}), a profile.json, a layer table .toml, a .graph.txt or "
@@ -78,11 +81,23 @@ def model_ref(text: str, args: Mapping[str, Argument] | None = None) -> ModelRef
     if lower in ZOO:
         return ModelRef(name=lower, ref=ZOO[lower], args=given)
     if ":" in text:
-        return ModelRef(name=text.partition(":")[2], ref=text, args=given)
+        module, _, function = text.partition(":")
+        name = module.rpartition(".")[2] if function in _BUILDERS else function
+        return ModelRef(name=name or text, ref=text, args=given)
+    _refuse_script(text)
     raise BaPipeError(
         f"unknown model '{text[:60]}'{nearest(text, ZOO)}; give package.module:function, "
         f"{HUGGING_FACE}type of transformers or {', '.join(ZOO)}"
     )
+
+
+def _refuse_script(text: str) -> None:
+    """A file of code is named without its ending, and with the function in it."""
+    if text.lower().endswith(".py"):
+        module = text[:-3].strip("./").replace("/", ".")
+        raise BaPipeError(
+            f"'{text[:60]}' is a file of code; name its function that builds the model, as {module[:60]}:build"
+        )
 
 
 def _hugging_face_ref(model: str, given: dict[str, Argument]) -> ModelRef:

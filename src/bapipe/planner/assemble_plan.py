@@ -213,6 +213,8 @@ def _alternatives(found: Exploration) -> tuple[Alternative, ...]:
         if evaluation is best:
             continue
         name = f"{evaluation.candidate.label}, micro-batch {evaluation.candidate.chain.microbatch}"
+        if evaluation.samples != best.samples:
+            name += f", global batch of {evaluation.samples:g}"
         short = evaluation.short
         fullest = max(evaluation.memory)
         if short is not None:
@@ -257,7 +259,7 @@ def _pace(slower: float, as_fast: float) -> str:
         return "as fast"
     if slower > 1:
         return f"{1 + slower:.3g} times as long"
-    return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"
+    return f"{slower:.1%} slower" if slower > 0 else f"predicted {-slower:.1%} faster"
 
 
 def _cause(evaluation: Evaluation) -> str:
@@ -281,8 +283,9 @@ def _cause(evaluation: Evaluation) -> str:
 def _notes(found: Exploration) -> tuple[str, ...]:
     chain = found.best.candidate.chain
     notes = [
-        f"T of equation (1): {format_seconds(found.ideal)} per micro-batch of {chain.microbatch}",
-        f"{found.evaluated} candidates simulated",
+        f"a perfect split would take {format_seconds(found.ideal)} per micro-batch of {chain.microbatch} (the "
+        "paper's equation 1)",
+        f"{found.evaluated} plan{'s' if found.evaluated != 1 else ''} simulated",
     ]
     weights, trained = float(chain.weight_bytes.sum()), float(chain.trainable_bytes.sum())
     if trained < weights:

@@ -61,7 +61,7 @@ class Request:
     """K, the in-flight micro-batches at the first stage; later ones hold fewer, as `declining_caps` has it. The
     schedule is then 1f1b, which alone has a K to choose"""
     stages: int | None = None
-    """a pipeline of so many stages without replicas"""
+    """a pipeline of this many stages without replicas"""
     strategy: str = "exact"
     space: Literal["full", "paper"] = "full"
     """paper: N stages without replicas and recomputation, or data parallelism without accumulation"""
@@ -74,7 +74,7 @@ class Request:
     link_error: float | None = None
     """relative standard error of a transfer's time; None: as the cluster's links have it"""
     effort: str | float = "normal"
-    """how much is simulated to find a faster plan: low, normal or high, or so many seconds"""
+    """how much is simulated to find a faster plan: low, normal or high, or seconds"""
     dealing: Literal["speed", "equal"] = "speed"
     """speed: replicas of several types may take micro-batches by their speed; equal: all replicas take as many"""
     zero_stage: Literal["auto", "0", "1"] = "auto"
@@ -153,7 +153,7 @@ class Request:
         return self.recompute in ("auto", "layers")
 
     def forced_layers(self, count: int) -> tuple[int, ...]:
-        """Of so many layers, those that recompute whatever the plan; raises BaPipeError for one that is none."""
+        """Of `count` layers, those that recompute whatever the plan; raises BaPipeError for one that is none."""
         if self.recompute in _RECOMPUTE:
             return tuple(range(count)) if self.recompute == "always" else ()
         ranges = self._layer_ranges()

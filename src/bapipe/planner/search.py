@@ -82,8 +82,8 @@ def explore(
 ) -> Exploration:
     """Find the fastest plan that fits; raises InfeasibleError saying what would help if none does.
 
-    `explain` also records the steps of the paper's exploration. `progress` is told what the search by simulation
-    has found and what it may still gain, and the share of the effort that is spent.
+    `explain` also records the steps of the paper's exploration. `progress` is called with what the search by
+    simulation has found and what it may still gain, and the share of the effort that is spent.
     """
     state = _start(profile, cluster, request or Request(), explain=explain, tuning=tuning)
     state.progress = progress

@@ -53,7 +53,7 @@ class SearchState:
     errors: Errors = field(default_factory=Errors)
     """how well times are known"""
     progress: Callable[[str, float], None] | None = None
-    """is told what the search by simulation has found, and the share of its effort that is spent"""
+    """called with what the search by simulation has found, and the share of its effort that is spent"""
 
     chains: dict[int, Chain] = field(default_factory=dict)
     """the segments and their costs by micro-batch size, each made once"""

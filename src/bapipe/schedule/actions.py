@@ -131,7 +131,7 @@ class Schedule:
     """for each stage the ranks of its replicas"""
     lanes: tuple[Lane, ...]
     caps: tuple[int, ...] | None = None
-    """K_i: at most so many in-flight micro-batches at stage i, all replicas together; None: unlimited"""
+    """K_i: most in-flight micro-batches at stage i, all replicas together; None: unlimited"""
     sending: Sending = "after-compute"
     """when a transfer may start: after the compute that makes it (GPU), or with it (FPGA, cut-through)"""
     concurrency: Concurrency = "none"

@@ -43,7 +43,7 @@ _DELAYED = ("zb-h1", "zb-h2")
 
 
 def most_inflight(schedule: str, behind: int, microbatches: int) -> int:
-    """K of a stage with so many ranks from it to the end; gpipe holds all M, no other looks at M."""
+    """K of a stage, by the number of ranks from it to the end; gpipe holds all M, no other looks at M."""
     if schedule == "gpipe":
         return microbatches
     slope, more = _BY_RANKS[schedule]
@@ -63,7 +63,7 @@ def stage_caps(schedule: str, replicas: Sequence[int], microbatches: int) -> lis
 def inflight_microbatches(
     schedule: str, behind: int, microbatches: int, *, ranks: int = 0, first: int | None = None
 ) -> int:
-    """K of a stage, at most M; `first`: K of the first stage of so many ranks, where that is given for 1f1b."""
+    """K of a stage, at most M; `first`: K of the first stage, where that is given for 1f1b."""
     own = most_inflight(schedule, behind, microbatches) if first is None else _on_line(first, behind, ranks)
     return max(1, min(own, microbatches))
 

@@ -32,7 +32,7 @@ def test_kept_whole_and_exact(name: str) -> None:
     captured = capture(module, args)
     assert [finding.path for finding in captured.opaque] == ["middle"]
     assert reason in captured.opaque[0].reason
-    assert "'middle' is kept whole" in captured.notes[0]
+    assert "'middle' is kept as a leaf module" in captured.notes[0]
     assert [layer.name for layer in captured.layers] == ["before", "middle", "after", "head"]
     assert captured.layers[1].kind == "opaque"
     assert captured.layers[1].parameters == tuple(f"middle.{name}" for name, _ in module.middle.named_parameters())

@@ -122,6 +122,17 @@ def test_a_signal_is_passed_on(number: signal.Signals) -> None:
     assert (codes, stopped_by, killed) == ({"0": -number, "1": -number}, number, False)
 
 
+def test_where_ranks_were_at_ctrl_c_is_not_shown() -> None:
+    ready = f"import os; os.write(1, b'ready\\n'); {WAIT}"
+    command = [sys.executable, "-c", LAUNCHER, json.dumps([ready, ready])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+    assert said == ""  # each rank has written the traceback of a KeyboardInterrupt
+
+
 def test_where_sigchld_is_ignored_ends_are_noticed_without_their_codes() -> None:
     code = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + LAUNCHER
     command = [sys.executable, "-c", code, json.dumps(["", "raise SystemExit(3)"])]

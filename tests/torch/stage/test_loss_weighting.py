@@ -369,3 +369,21 @@ def test_a_loss_function_may_use_the_loss_that_the_model_returns() -> None:
     weighing = Weighing(lambda output, _: 2 * output[0], own_loss(captured.program))
     found = weighing((torch.tensor(1.5), torch.zeros(3, 2)), None, 3, torch.tensor(7))
     assert (found.kind, float(found.loss), int(found.count)) == ("counted", 3.0, 7)
+
+
+def test_a_loss_that_cannot_take_what_the_model_returns_is_refused_with_what_to_do() -> None:
+    output = (logits().transpose(1, 2), logits())
+    said = r"cannot take what the model returns, a tuple \(.*; let it take the part that it needs, such as output"
+    for _ in range(2):  # watched and settled
+        with pytest.raises(BaPipeError, match=said):
+            Weighing(functional.cross_entropy)(output, labels(), sum(SIZES))
+    with pytest.raises(BaPipeError, match="a function `loss` beside the model's"):
+        Weighing(None)(logits(), None, sum(SIZES))
+
+
+def test_a_mistake_within_a_loss_of_one_tensor_stays_what_it_is() -> None:
+    def mistaken(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG001
+        return output.no_such_method()  # type: ignore[no-any-return, operator]
+
+    with pytest.raises(AttributeError, match="no_such_method"):
+        Weighing(mistaken)(logits(), labels(), sum(SIZES))

@@ -53,7 +53,10 @@ def test_what_a_race_shows_is_raced_in_a_second_round(tmp_path: Path, monkeypatc
     assert result.best.plan.stages[0].last_layer == 5
     assert len(result.trials) == 3
     assert result.best.plan.profile_hash == profile.hash
-    assert [line.split(" that")[0] for line in said] == ["racing 2 plans", "racing 1"]
+    assert [line.split(" that")[0].split(" whose")[0] for line in said] == [
+        "racing 2 plans",
+        "racing the fastest with 1 more plan",
+    ]
 
 
 def test_a_race_whose_runs_are_as_predicted_has_one_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

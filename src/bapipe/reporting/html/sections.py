@@ -334,17 +334,19 @@ def _comparison(subject: Subject) -> str:
         where = [str(row.stage)] if one_each else [str(row.stage), str(row.rank)]
         rows.append([*where, *times, bubble, in_flight, _memory_pair(row.memory)])
     worst = max(stages, key=lambda row: abs(row.busy.error or 0.0))
+    counted = found.overhead.predicted
+    planned = f"for which the plan counts {seconds(counted)}" if counted else "which the plan does not count"
     words = (
         f"<p>A step was predicted to take {seconds(found.step.predicted)} and took "
         f"{seconds(found.step.measured)}{prediction_error(found.step)} in the median. Its actions, from the first "
-        f"to the end of the last, take {_both(found.time)}; beside them lay {seconds(found.overhead.measured)}, "
-        f"where the plan counts {seconds(found.overhead.predicted)}. "
+        f"to the end of the last, take {_both(found.time)}; what lies before and after them takes "
+        f"{seconds(found.overhead.measured)}, {planned}. "
         f"The busy time of rank {worst.rank} is furthest off. Errors are predicted over measured, less one.</p>"
     )
     whole = [row.memory.measured for row in stages if row.memory.source == "resident"]
     peaks = [peak for peak in whole if peak is not None]
     if peaks:
-        words += f"<p>The largest process held {size(float(max(peaks)))}, libraries and all.</p>"
+        words += f"<p>The largest process held {size(float(max(peaks)))}, libraries included.</p>"
     where = ["stage"] if one_each else ["stage", "rank"]
     headers = [*where, "forward", "backward", "busy", "bubble", "in flight", "memory"]
     return section("comparison", "Predicted → measured", words, table("comparison", headers, rows))

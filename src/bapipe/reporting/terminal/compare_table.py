@@ -68,7 +68,7 @@ def comparison_notes(comparison: Comparison) -> list[str]:
     """The global batch as a whole, what the links took, and what the memory figures are."""
     notes = [
         f"step: {_seconds(comparison.step)}, the median of the run",
-        f"its actions: {_seconds(comparison.time)}, bubble {_share(comparison.bubble)}",
+        f"its actions, first to last: {_seconds(comparison.time)}, bubble {_share(comparison.bubble)}",
         f"beside its actions: {_overhead(comparison.overhead)}",
     ]
     notes += [_link_note(estimate) for estimate in comparison.links]
@@ -76,8 +76,8 @@ def comparison_notes(comparison: Comparison) -> list[str]:
     known = [size for size in resident if size is not None]
     if known:
         notes.append(
-            f"memory is predicted only: the run measured whole processes, libraries and all, "
-            f"of up to {format_bytes(max(known))}"
+            f"memory is predicted only: on CPUs a run sees whole processes, libraries included, here up to "
+            f"{format_bytes(max(known))}"
         )
     return notes
 
@@ -91,9 +91,12 @@ def _link_note(estimate: LinkEstimate) -> str:
     where = f"{estimate.link} nodes" if estimate.link in ("within", "between") else estimate.link
     pair = Pair(predicted=estimate.predicted, measured=estimate.measured)
     link = estimate.corrected
-    as_if = "" if link is None else f"; as {format_bandwidth(link.bandwidth)} and {format_seconds(link.latency)}"
-    count = f"median of {estimate.transfers}" if estimate.transfers > 1 else "the only one"
-    return f"link {where}: {format_bytes(estimate.bytes)} take {_seconds(pair)}, {count} waited for{as_if}"
+    corrected = (
+        "" if link is None else f"; corrected: {format_bandwidth(link.bandwidth)}, {format_seconds(link.latency)}"
+    )
+    count = f"median of {estimate.transfers} transfers" if estimate.transfers > 1 else "the only transfer"
+    taken = f"{format_bytes(estimate.bytes)} take {_seconds(pair)}"
+    return f"link {where}: {taken}, {count} that a rank waited for{corrected}"
 
 
 def correction_table(found: Recalibration) -> Table:

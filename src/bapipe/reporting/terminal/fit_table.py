@@ -11,20 +11,23 @@ from bapipe.reporting.drawing.labels import printable
 
 __all__ = ["UNITS", "fit_page", "fit_svg", "render_fit"]
 
-UNITS = {"batch": "samples a micro-batch", "sequence": "tokens", "depth": "blocks"}
+UNITS = {"batch": "samples of a micro-batch", "sequence": "tokens", "depth": "blocks"}
 _WIDTH = 380
 """pixels: a telephone's"""
 _ROW = 62
 
 
 def render_fit(found: LargestFit, *, title: str) -> Table:
-    """A row for every rung."""
-    table = Table(title=printable(title), title_justify="left")
-    table.add_column("allowed", overflow="fold")
-    table.add_column(f"largest {found.quantity}", justify="right", no_wrap=True)
-    table.add_column("samples/s there", justify="right")
-    table.add_column(f"at {found.asked}", justify="right", no_wrap=True)
+    """A row for every rung, and what its columns are."""
+    table = Table(title=printable(title), title_justify="left", caption_justify="left", caption_style="")
+    table.add_column("allowed", overflow="fold", max_width=18)
+    table.add_column(f"largest\n{found.quantity}", justify="right")
+    table.add_column("samples/s\nthere", justify="right")
+    table.add_column(f"samples/s\nat {found.asked}", justify="right")
     table.add_column("plan there", overflow="fold")
+    table.caption = (
+        f"largest {found.quantity}: in {UNITS[found.quantity]}; and …: besides what the rows before it allow"
+    )
     for rung in found.rungs:
         table.add_row(rung.name, _largest(rung), _rate(rung.throughput), _rate(rung.asked), printable(rung.plan))
     return table

@@ -110,7 +110,7 @@ def render_plan(plan: Plan, *, alternatives: int = 8) -> RenderableType:
     if plan.alternatives:
         parts.append(render_alternatives(plan, alternatives))
     sizes = sorted({format_bytes(stage.memory_capacity) for stage in plan.stages})
-    parts.append(Text(f"· memory: the peak, of an accelerator's {' or '.join(sizes)}"))
+    parts.append(Text(f"· memory: the peak of a stage; an accelerator has {' or '.join(sizes)}"))
     if len(plan.stages) > 1:
         parts.extend(Text(f"· {line}") for line in _links(plan))
     parts.extend(Text(f"· {note}") for note in plan.notes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from xml.sax.saxutils import escape
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -15,14 +16,17 @@ from bapipe.units import format_seconds
 
 __all__ = ["render_what_if", "sides", "what_if_svg"]
 
-_BAR = 24
+_BAR, _LEAST_BAR = 24, 6
+"""columns of the longest bar, where there is room and where there is not"""
+_FRAME = 16
+"""columns of the lines and spaces between five columns"""
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's, which people with any colour blindness tell apart"""
 
 
 def render_what_if(found: WhatIf, *, title: str) -> RenderableType:
     """Batch time against the swept values, and what binds on each side."""
-    table = _bars(found, title) if len(found.sweeps) == 1 else _grid(found, title)
+    table = _Bars(found, title) if len(found.sweeps) == 1 else _grid(found, title)
     return Group(table, *(Text(f"· {line}") for line in sides(found)))
 
 
@@ -30,21 +34,32 @@ def _times(found: WhatIf) -> list[float]:
     return [point.answer.time for point in found.points if point.answer.time is not None]
 
 
-def _bars(found: WhatIf, title: str) -> Table:
-    (sweep,) = found.sweeps
-    longest = max(_times(found), default=1.0)
-    table = Table(title=printable(title), title_justify="left")
-    table.add_column(sweep.name, justify="right", no_wrap=True)
-    for header in ("batch time", "", "binds", "plan"):
-        table.add_column(header, justify="right" if header == "batch time" else "left", no_wrap=header != "plan")
-    for index, label in enumerate(sweep.labels):
-        answer = found.answer(index)
-        if answer.time is None:
-            table.add_row(label, "–", "", answer.binds, answer.plan)
-            continue
-        bar = "█" * max(1, round(answer.time / longest * _BAR))
-        table.add_row(label, format_seconds(answer.time), bar, answer.binds or "·", answer.plan)
-    return table
+class _Bars:
+    """A row for every value; bars get shorter before a plan's name is wrapped."""
+
+    def __init__(self, found: WhatIf, title: str) -> None:
+        self._found, self._title = found, title
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        (sweep,) = self._found.sweeps
+        answers = [self._found.answer(index) for index in range(len(sweep.labels))]
+        longest = max(_times(self._found), default=1.0)
+        times = ["–" if answer.time is None else format_seconds(answer.time) for answer in answers]
+        binds = [answer.binds if answer.time is None else answer.binds or "·" for answer in answers]
+        texts = ((sweep.name, *sweep.labels), ("batch time", *times), ("binds", *binds))
+        taken = sum(max(map(cell_len, column)) for column in texts)
+        plans = max(cell_len(answer.plan) for answer in answers)
+        room = options.max_width - taken - plans - _FRAME
+        most = min(_BAR, max(_LEAST_BAR, room))
+        table = Table(title=printable(self._title), title_justify="left")
+        table.add_column(sweep.name, justify="right", no_wrap=True)
+        for header in ("batch time", "", "binds", "plan"):
+            right, wraps = header == "batch time", header == "plan"
+            table.add_column(header, justify="right" if right else "left", no_wrap=not wraps, overflow="fold")
+        for label, time, bind, answer in zip(sweep.labels, times, binds, answers, strict=True):
+            bar = "" if answer.time is None else "█" * max(1, round(answer.time / longest * most))
+            table.add_row(label, time, bar, bind, answer.plan)
+        yield table
 
 
 def _grid(found: WhatIf, title: str) -> Table:

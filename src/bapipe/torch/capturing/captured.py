@@ -39,7 +39,7 @@ class Captured:
     batch: int
     """samples of the example"""
     opaque: tuple[Finding, ...]
-    """modules kept whole, and why"""
+    """leaf modules: called as they stand instead of traced, and why"""
     notes: tuple[str, ...]
     """what a user should know of the capture"""
     checked: float | None
@@ -160,14 +160,14 @@ class Captured:
         return unflatten(leaves, self.program.out_spec)
 
     def at(self, batch: int) -> Captured:
-        """The capture to run so many samples with: this one, or a new one where the batch is not free."""
+        """The capture to run this many samples with: this one, or a new one where the batch is not free."""
         if self.dynamic or batch == self.batch:
             return self
         args, kwargs = self.examples.resized(batch).tree()
         return capture(self.module, args, kwargs, dynamic_batch=False, check=self.checked is not None)
 
     def of_length(self, length: int) -> Captured:
-        """The capture to run sequences of so many positions with: this one, or a new one of the same module.
+        """The capture to run sequences of this length with: this one, or a new one of the same module.
 
         Raises BaPipeError where the inputs have no sequences, or the model does not take them so long.
         """
@@ -227,7 +227,7 @@ def _capture(
     groups = group_layers(program, module)
     layers = describe_layers(program, module, groups)
     used = {name for layer in layers for name in layer.parameters}
-    notes = [f"'{item.path}' is kept whole: {item.reason}" for item in exported.findings]
+    notes = [f"'{item.path}' is kept as a leaf module: {item.reason}" for item in exported.findings]
     if exported.layerdrop_draws:
         notes.append(f"layer drop is off: {exported.layerdrop_draws} draws of torch.rand([]) are answered with 1")
     if exported.left_out:

@@ -374,10 +374,10 @@ def _refusal(module: nn.Module, findings: list[Finding], reason: str, error: Bas
     place = blame(module, error, reason).path
     where = f"module '{place}' ({type(module.get_submodule(place)).__name__})" if place else type(module).__name__
     line = _user_line(error)
-    also = f"; kept whole so far: {', '.join(item.path for item in findings)}" if findings else ""
+    also = f"; leaf modules so far: {', '.join(item.path for item in findings)}" if findings else ""
     problem = BaPipeError(
         f"{type(module).__name__} cannot be traced: {reason}, in the forward of {where}{line}{also}; "
-        "move that operation into a submodule of its own, which is then kept whole, or replace it"
+        "move that operation into a submodule of its own, which is then kept as a leaf module, or replace it"
     )
     problem.__cause__ = error if isinstance(error, Exception) else None
     return problem

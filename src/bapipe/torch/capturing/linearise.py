@@ -304,4 +304,4 @@ def _locks(
     for node, call in calls.items():
         whole.setdefault(call.path, []).append(position[node])
     for path, places in whole.items():
-        yield min(places), max(places), f"'{path}' is kept whole"
+        yield min(places), max(places), f"'{path}' is kept as a leaf module"

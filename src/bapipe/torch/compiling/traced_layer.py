@@ -43,7 +43,7 @@ class TracedLayer:
 
     def __init__(self, stage: Stage) -> None:
         if stage.stage_graph is None or stage.stage_spec.whole:
-            raise BaPipeError("a module in it is kept whole")
+            raise BaPipeError("it has a leaf module, which is not traced")
         self._stage = stage
         self._graph = stage.stage_graph
         if any(op_name(node.target) in _RECURRENT for node in self._graph.nodes):

@@ -65,7 +65,7 @@ class Straggler:
 
     @property
     def line(self) -> str:
-        """What a user is told."""
+        """The line for a user."""
         past = self.against == "past"
         was = "before" if past else "by the plan at the other ranks' pace"
         return (

@@ -66,7 +66,7 @@ def _of_example(built: BuiltModel, global_batch: int, seed: int) -> Batches:
     """Samples of the example, drawn at random: what a model that returns its loss can be tried with."""
     if built.loss is not None:
         raise BaPipeError(
-            f"'{built.where}' has a loss function, whose targets nobody makes; add make_batch(seed, size) -> "
+            f"'{built.where}' has a loss function but no targets for it; add make_batch(seed, size) -> "
             "(inputs, target)"
         )
     examples = examples_of(built.args, built.kwargs)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bapipe.errors import BaPipeError
+from bapipe.io.files import check_output
 from bapipe.records.plan import Plan, read_plan
 from bapipe.torch.checkpoint.checkpoint_checks import check_saving
 from bapipe.torch.checkpoint.checkpoint_folder import latest
@@ -80,8 +81,7 @@ def check_here(runnable: RunnablePlan, options: RunOptions) -> None:
         raise BaPipeError(
             f"plans run on Linux, and this is {sys.platform}; take the plan to a Linux machine and run it there"
         )
-    if options.out is not None and not options.out.resolve().parent.is_dir():
-        raise BaPipeError(f"{options.out} is in a folder that does not exist; make it first")
+    check_output(options.out)
     if options.saving is not None:
         check_saving(options.saving, comparing=options.check)
     check_gpus(runnable.plan, options.device)

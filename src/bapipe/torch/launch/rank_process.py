@@ -40,6 +40,8 @@ class RankProcess:
         self.rank = rank
         self.told = False
         """whether it was sent a signal"""
+        self._interrupted = False
+        """whether that was Ctrl-C: where it was then, nobody wants to know"""
         self.stopped = 0.0
         """seconds for which it had been stopped when it was killed for that"""
         self.at = 0.0
@@ -68,6 +70,8 @@ class RankProcess:
             for line in lines:
                 text = line.decode(errors="replace")
                 self._said = text.strip() or self._said
+                if self._interrupted:
+                    continue
                 with contextlib.suppress(OSError, ValueError):  # who reads may be gone, and the rank must not wait
                     print(f"rank {self.rank}: {text}", end="", file=sys.stderr, flush=True)
 
@@ -87,6 +91,7 @@ class RankProcess:
         """Send it a signal; one that is stopped would not hear it and is killed."""
         if self.lives:
             self.told = True
+            self._interrupted = self._interrupted or number == signal.SIGINT
             if self.is_stopped:
                 self.kill()
             else:

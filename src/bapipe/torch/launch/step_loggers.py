@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from bapipe.errors import BaPipeError
+from bapipe.io.files import check_output
 
 __all__ = ["CsvLogger", "Figures", "StepLogger", "check_logger", "make_logger"]
 
@@ -121,8 +122,7 @@ def check_logger(word: str) -> None:
         )
     if kind in _PACKAGES and importlib.util.find_spec(kind) is None:
         raise BaPipeError(f"--log {kind} needs {kind}, which is not installed; pip install {kind}")
-    if kind == "csv" and not Path(rest).resolve().parent.is_dir():
-        raise BaPipeError(f"{rest} is in a folder that does not exist; make it first")
+    check_output(rest if kind == "csv" else None)
 
 
 def make_logger(word: str) -> StepLogger:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapipe.errors import BaPipeError
+from bapipe.errors import BaPipeError, first_line
 from bapipe.torch.capturing.loss_graph import OwnLoss
 from bapipe.torch.capturing.loss_kinds import LossKind, counted, ratio
 from bapipe.torch.capturing.torch_internals import flatten
@@ -74,11 +74,11 @@ class Weighing:
         if self._function is None:
             return self._of_model(output, tokens)
         if self._settled is not None:
-            found, kind = self._function(output, target), LossKind(self._settled)
+            found, kind = _called(self._function, output, target), LossKind(self._settled)
         else:
             scalars = {} if self._own is None else {self._own.leaf: self._own_kind(tokens)}
             with LossWatch(output, target, size, scalars) as watch:
-                found = self._function(output, target)
+                found = _called(self._function, output, target)
             kind = watch.kind_of(found)
         positions = _positions(target)
         if isinstance(found, tuple) and len(found) == 2:
@@ -125,6 +125,19 @@ class Weighing:
             warnings.warn(text, stacklevel=4)
 
 
+def _called(function: LossFunction, output: Any, target: Any) -> Any:
+    """The function's loss; one that cannot take all that the model returns is refused with what to do."""
+    try:
+        return function(output, target)
+    except (AttributeError, TypeError) as error:
+        if isinstance(output, Tensor):
+            raise
+        raise BaPipeError(
+            f"the loss function cannot take what the model returns, a {type(output).__name__} "
+            f"({type(error).__name__}: {first_line(error)}); let it take the part that it needs, such as output[0]"
+        ) from error
+
+
 def _positions(target: Any) -> float:
     """Entries per sample of the largest tensor of a target."""
     leaves = [leaf for leaf in flatten(target)[0] if isinstance(leaf, Tensor) and leaf.ndim and leaf.numel()]
@@ -144,4 +157,7 @@ def _first_scalar(output: Any) -> Tensor:
     for leaf in flatten(output)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point():
             return leaf
-    raise BaPipeError("the model's output holds no scalar to train on; give a loss_fn(output, target)")
+    raise BaPipeError(
+        "the model's output holds no scalar to train on; give a loss_fn(output, target), for bapipe run and auto "
+        "a function `loss` beside the model's"
+    )

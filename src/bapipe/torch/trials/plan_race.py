@@ -64,7 +64,7 @@ def race_found(
     if len(plans) == 1:
         return None
     say = report or _silent
-    say(f"racing {len(plans)} plans that lie within error of each other, {_about(plans)}")
+    say(f"racing {len(plans)} plans whose predictions lie within error of each other, {_about(plans)}")
     first = race(plans, options, code=code)
     assert first.best.seconds is not None
     runs = [
@@ -78,7 +78,8 @@ def race_found(
     if not others:
         return first
     again_raced = [first.best.plan, *others]
-    say(f"racing {len(others)} that may be faster by what these runs took, {_about(again_raced)}")
+    more = f"{len(others)} more plan{'s' if len(others) > 1 else ''}"
+    say(f"racing the fastest with {more} that may be faster, judging by these runs, {_about(again_raced)}")
     second = race(again_raced, options, code=code)
     before = [trial for trial in first.trials if trial.plan is not first.best.plan]
     return RaceResult(best=second.best, trials=_ordered([*second.trials, *before]))
@@ -131,5 +132,6 @@ def with_measured_time(trial: Trial, profile: Profile) -> Plan:
         low=min(steps),
         high=max(steps),
     )
-    note = f"raced: a step took {format_seconds(trial.seconds)}, {before} were predicted before"
+    took = f"a step took {format_seconds(trial.seconds)}"
+    note = f"raced: {took}, {before} were predicted; alternatives are predictions"
     return replace(found, profile_hash=plan.profile_hash, prediction=prediction, notes=(*plan.notes, note))

@@ -51,7 +51,7 @@ def balanced_partition(
         Step(
             name="inter-layer",
             ran=True,
-            numbers=f"T of equation (1) = {format_seconds(ideal)}",
+            numbers=f"a perfect split takes {format_seconds(ideal)} (equation 1)",
             change=f"stages end at layers {_ends(chain, cuts)}; longest {format_seconds(longest)}",
         )
     ]

@@ -30,6 +30,7 @@ __all__ = [
     "read_versioned",
     "replace_file",
     "sync",
+    "toml_string",
     "unless_default",
     "write_bytes",
     "write_text",
@@ -111,6 +112,11 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
         raise FileFormatError(f"{where} is not valid TOML: {error}") from None
     except RecursionError:
         raise FileFormatError(f"{where} is nested too deeply; it cannot be such a file") from None
+
+
+def toml_string(value: str) -> str:
+    """The text as TOML writes it: a basic string is JSON's, but for DEL, which TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_versioned(

@@ -188,6 +188,11 @@ def _made_with(model: str, changes: tuple[tuple[str, Any], ...]) -> Any:
 
     usual = AutoConfig.for_model(model)
     values = {name: _converted(usual, name, value) for name, value in changes if _has(usual, name)}
+    size = values.get("vocab_size")
+    for name in _SPECIAL:
+        token = getattr(usual, name, None)
+        if isinstance(size, int) and isinstance(token, int) and token >= size > 0:
+            values.setdefault(name, size - 1)
     try:
         config = AutoConfig.for_model(model, **values)
         for name, value in values.items():
@@ -198,13 +203,6 @@ def _made_with(model: str, changes: tuple[tuple[str, Any], ...]) -> Any:
         raise BaPipeError(
             f"the config of {model} refuses {given[:200]}: {' '.join(str(error).split())[:200]}; correct --arg"
         ) from error
-    text = config.get_text_config()
-    size = getattr(text, "vocab_size", None)
-    for part in (config, text):
-        for name in _SPECIAL:
-            token = getattr(part, name, None)
-            if isinstance(size, int) and isinstance(token, int) and token >= size and name not in values:
-                setattr(part, name, size - 1)
     return config
 
 

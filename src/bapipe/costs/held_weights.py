@@ -43,8 +43,8 @@ def held_weights(chain: Chain, each: Floats, first: int, end: int) -> Floats:
 def _tied_copies(chain: Chain, each: Floats, first: int, end: int) -> dict[int, Floats]:
     """By the layer before the stage whose weights layers of the stage share: bytes of the copy, by last unit.
 
-    As much of it is cast as of all that layer's weights. What is trained of that layer counts as tied, as far as it
-    goes: beside a tied embedding that is trained there may be a frozen one of positions.
+    As much of it is cast as of all that layer's weights. What is trained of that layer counts as tied, as far as
+    it goes: beside a tied embedding that is trained there may be a frozen one of positions.
     """
     own, found = slice(first, end + 1), dict[int, Floats]()
     tied, bytes_ = chain.tied_to[own], chain.tied_bytes[own]

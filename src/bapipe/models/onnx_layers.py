@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from bapipe.errors import BaPipeError
 from bapipe.models.layers import Layer, Model, Split
 from bapipe.models.onnx_graph import OnnxGraph, OnnxNode
-from bapipe.models.onnx_work import VIEWS, Step, step_work, trained_inputs
+from bapipe.models.onnx_work import VIEWS, NodeWork, step_work, trained_inputs
 
 __all__ = ["onnx_model"]
 
@@ -30,11 +30,11 @@ _LOSS_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class _RunningGraph:
     """What a graph computes when it runs."""
 
     nodes: list[OnnxNode]
-    steps: list[Step]
+    steps: list[NodeWork]
     reads: list[frozenset[str]]
     """parameters of each node"""
     storage: dict[str, str]
@@ -72,14 +72,14 @@ def onnx_model(graph: OnnxGraph) -> Model:
     )
 
 
-def _work(graph: OnnxGraph) -> _Work:
+def _work(graph: OnnxGraph) -> _RunningGraph:
     """Sort out what follows from weights and shapes alone, and weigh the rest."""
     fixed: dict[str, frozenset[str]] = {
         name: frozenset({name} & graph.parameters.keys()) for name in graph.constants
     }
     graded: set[str] = set()
     nodes: list[OnnxNode] = []
-    steps: list[Step] = []
+    steps: list[NodeWork] = []
     reads: list[frozenset[str]] = []
     storage: dict[str, str] = {}
     first: dict[str, int] = {}
@@ -109,7 +109,9 @@ def _work(graph: OnnxGraph) -> _Work:
     for name in graph.outputs:
         if name not in fixed:
             last[storage.get(name, name)] = len(nodes)
-    return _Work(nodes=nodes, steps=steps, reads=reads, storage=storage, first=first, last=last, graded=graded)
+    return _RunningGraph(
+        nodes=nodes, steps=steps, reads=reads, storage=storage, first=first, last=last, graded=graded
+    )
 
 
 def _behind(fixed: dict[str, frozenset[str]], names: Iterable[str]) -> frozenset[str]:
@@ -118,7 +120,7 @@ def _behind(fixed: dict[str, frozenset[str]], names: Iterable[str]) -> frozenset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Crossing:
+class _CutMessage:
     """What a cut after a node would send, per sample."""
 
     elements: float
@@ -126,7 +128,7 @@ class _Crossing:
     graded_values: int
 
 
-def _crossing(graph: OnnxGraph, work: _Work) -> list[_Crossing]:
+def _crossing(graph: OnnxGraph, work: _RunningGraph) -> list[_CutMessage]:
     changes: list[list[tuple[int, str]]] = [[] for _ in range(len(work.nodes) + 1)]
     for name, made in work.first.items():
         until = work.last.get(name, made)
@@ -143,11 +145,11 @@ def _crossing(graph: OnnxGraph, work: _Work) -> list[_Crossing]:
             if name in work.graded:
                 graded_elements += size
                 count += sign
-        found.append(_Crossing(elements=elements, graded_elements=graded_elements, graded_values=count))
+        found.append(_CutMessage(elements=elements, graded_elements=graded_elements, graded_values=count))
     return found
 
 
-def _ends(heavy: Sequence[int], crossing: Sequence[_Crossing]) -> list[int]:
+def _ends(heavy: Sequence[int], crossing: Sequence[_CutMessage]) -> list[int]:
     """The last node of every layer but the last."""
     places = [
         min(range(one, other), key=lambda index: (crossing[index].elements, -index))
@@ -168,7 +170,9 @@ def _is_valley(sizes: Sequence[float], index: int) -> bool:
     return min(before, after) > sizes[index]
 
 
-def _layer(graph: OnnxGraph, work: _Work, start: int, end: int, *, name: str, crossing: _Crossing | None) -> Layer:
+def _layer(
+    graph: OnnxGraph, work: _RunningGraph, start: int, end: int, *, name: str, crossing: _CutMessage | None
+) -> Layer:
     """Nodes start … end as a layer; the last one, of which `crossing` is None, has the loss."""
     steps = work.steps[start : end + 1]
     samples = graph.batch
@@ -210,7 +214,7 @@ def _layer(graph: OnnxGraph, work: _Work, start: int, end: int, *, name: str, cr
     )
 
 
-def _weight_reads(graph: OnnxGraph, work: _Work, start: int, end: int) -> float:
+def _weight_reads(graph: OnnxGraph, work: _RunningGraph, start: int, end: int) -> float:
     """The mean over the parameters; each node reads its own as its kind does."""
     read = total = 0.0
     for step, names in zip(work.steps[start : end + 1], work.reads[start : end + 1], strict=True):
@@ -220,7 +224,7 @@ def _weight_reads(graph: OnnxGraph, work: _Work, start: int, end: int) -> float:
     return read / total if total else 1.0
 
 
-def _convolution(graph: OnnxGraph, work: _Work, start: int, end: int) -> tuple[int, ...] | None:
+def _convolution(graph: OnnxGraph, work: _RunningGraph, start: int, end: int) -> tuple[int, ...] | None:
     """(input channels, output channels, kernel, height, width) of a layer of one square convolution or linear."""
     heavy = [index for index in range(start, end + 1) if work.steps[index].heavy]
     if len(heavy) != 1 or not work.steps[heavy[0]].through_weights:
@@ -244,7 +248,7 @@ _KINDS = {"Conv": "conv", "ConvTranspose": "conv", "Gemm": "linear", "MatMul": "
           "LSTM": "lstm", "GRU": "gru", "RNN": "rnn", "Gather": "embedding", "Attention": "attention"}  # fmt: skip
 
 
-def _kind(work: _Work, start: int, end: int) -> str:
+def _kind(work: _RunningGraph, start: int, end: int) -> str:
     heavy = [index for index in range(start, end + 1) if work.steps[index].heavy]
     if any(work.steps[index].flops > 0 and not work.steps[index].through_weights for index in heavy):
         return "attention"
@@ -252,7 +256,7 @@ def _kind(work: _Work, start: int, end: int) -> str:
     return found.pop() if len(found) == 1 else "block"
 
 
-def _name(work: _Work, start: int, end: int, *, taken: Sequence[str]) -> str:
+def _name(work: _RunningGraph, start: int, end: int, *, taken: Sequence[str]) -> str:
     """The module that its products are of, as far as paths agree: of the nodes, or of the weights they read."""
     heavy = [index for index in range(start, end + 1) if work.steps[index].heavy] or [start]
     paths = [work.nodes[index].module.split(".") for index in heavy]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from bapipe.errors import BaPipeError
 from bapipe.models.onnx_graph import OnnxGraph, OnnxNode
 
-__all__ = ["VIEWS", "Step", "step_work", "trained_inputs"]
+__all__ = ["VIEWS", "NodeWork", "step_work", "trained_inputs"]
 
 VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Transpose", "Dropout")
 """whose output is their first input in other words; Dropout is, as models are exported for evaluation"""
@@ -37,7 +37,7 @@ _WEIGHT_PLACES = {"BatchNormalization": 3, "Resize": 1, "Upsample": 1, "LSTM": 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class NodeWork:
     """One node's work, for as many samples as the graph's shapes are of."""
 
     flops: float = 0.0
@@ -64,7 +64,7 @@ def trained_inputs(node: OnnxNode) -> tuple[str, ...]:
     return tuple(name for name in node.inputs[: _WEIGHT_PLACES.get(node.kind)] if name)
 
 
-def step_work(graph: OnnxGraph, node: OnnxNode, *, fixed: Collection[str], graded: Collection[str]) -> Step:
+def step_work(graph: OnnxGraph, node: OnnxNode, *, fixed: Collection[str], graded: Collection[str]) -> NodeWork:
     """What a node does. `fixed` values follow from no input, `graded` ones have a gradient."""
     moving = [name for name in node.inputs if name and name not in fixed]
     made = [name for name in node.outputs if name in graph.values]
@@ -79,17 +79,17 @@ def step_work(graph: OnnxGraph, node: OnnxNode, *, fixed: Collection[str], grade
     if node.kind in _PRODUCTS:
         flops = _FLOPS[node.kind](graph, node)
         weights = any(name in fixed for name in node.inputs[:2])
-        return Step(flops=flops, through_weights=weights, products=inputs + outputs, kernels=1, kept=kept)
+        return NodeWork(flops=flops, through_weights=weights, products=inputs + outputs, kernels=1, kept=kept)
     if node.kind == "Gather" and node.inputs[0] in fixed and node.inputs[0] in graded:
-        return Step(products=2 * outputs, weight_reads=0.0, kept=kept)
+        return NodeWork(products=2 * outputs, weight_reads=0.0, kept=kept)
     if node.kind in _FREE:
-        return Step(kept=kept)
+        return NodeWork(kept=kept)
     extra = 0.0
     if node.kind == "MaxPool":
         extra = _INDEX * graph.values[node.outputs[0]].elements
     if node.kind == "BatchNormalization":
         inputs *= 2  # for its statistics, and to normalise
-    return Step(elementwise=inputs + outputs + extra, kept=kept, extra=extra if answered else 0.0)
+    return NodeWork(elementwise=inputs + outputs + extra, kept=kept, extra=extra if answered else 0.0)
 
 
 def _kept(node: OnnxNode, moving: list[str], made: list[str], graded: Collection[str]) -> list[str]:
@@ -160,7 +160,7 @@ _FLOPS: dict[str, Callable[[OnnxGraph, OnnxNode], float]] = {
 }
 
 
-def _recurrent(graph: OnnxGraph, node: OnnxNode, moving: list[str], made: list[str]) -> Step:
+def _recurrent(graph: OnnxGraph, node: OnnxNode, moving: list[str], made: list[str]) -> NodeWork:
     """An LSTM, GRU or RNN: the recurrent weights are read at every step, those of the input once."""
     hidden, gates = int(node.attributes["hidden_size"]), _GATES[node.kind]
     shape = _shape(graph, node, 0)
@@ -168,7 +168,7 @@ def _recurrent(graph: OnnxGraph, node: OnnxNode, moving: list[str], made: list[s
     directions = _shape(graph, node, 1)[0]
     batch = math.prod(shape[:2]) // length
     work = float(length * batch * directions)
-    return Step(
+    return NodeWork(
         flops=2.0 * work * gates * hidden * (features + hidden),
         through_weights=True,
         products=sum(graph.values[name].elements for name in moving) + 9 * work * hidden,
@@ -179,14 +179,14 @@ def _recurrent(graph: OnnxGraph, node: OnnxNode, moving: list[str], made: list[s
     )
 
 
-def _attention(graph: OnnxGraph, node: OnnxNode, moving: list[str], made: list[str]) -> Step:
+def _attention(graph: OnnxGraph, node: OnnxNode, moving: list[str], made: list[str]) -> NodeWork:
     """Fused attention, which keeps no matrix of queries × keys."""
     query, key = _shape(graph, node, 0), _shape(graph, node, 1)
     heads = query[1] if len(query) == 4 else int(node.attributes["q_num_heads"])
     pairs = query[0] * query[-2] * key[-2]
     width = query[-1] * (query[1] if len(query) == 4 else 1)
     flops = 4.0 * pairs * width * (0.5 if node.attributes.get("is_causal") else 1.0)
-    return Step(
+    return NodeWork(
         flops=flops,
         products=sum(graph.values[name].elements for name in (*moving, *made[:1])),
         kernels=2,

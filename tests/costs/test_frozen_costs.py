@@ -44,6 +44,18 @@ def test_a_stage_holds_frozen_weights_once() -> None:
         assert every_stage_bytes(chain, parted=False)["trained"][first, last] == sum(TRAINED[own])
 
 
+@pytest.mark.parametrize("trained, copied", [(100.0, 100.0), (400.0, 100.0), (0.0, 0.0), (30.0, 30.0)])
+def test_the_copy_of_a_tied_weight_is_trained_as_far_as_its_holder_is(trained: float, copied: float) -> None:
+    """An embedding of 100 bytes that is tied to the head stands in one layer with a frozen one of positions."""
+    profile = _profile([trained, 0.0, 120.0, 0.0])
+    first = profile.layers[0].name
+    head = replace(profile.layers[3], shares_weights_with=first, weight_bytes=100.0)
+    chain = make_chain(replace(profile, layers=(*profile.layers[:3], head)), ["a"], 1)
+    assert stage_bytes(chain, 2, 3).weights == 1200.0 + 100.0
+    assert stage_bytes(chain, 2, 3).trained == 120.0 + copied
+    assert every_stage_bytes(chain, parted=False)["trained"][2, 3] == 120.0 + copied
+
+
 def test_without_the_field_all_is_trained() -> None:
     chain = _chain(None)
     assert chain.trainable_bytes.tolist() == WEIGHTS

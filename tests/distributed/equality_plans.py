@@ -15,7 +15,7 @@ from bapipe.hardware.cluster import Accelerator, Cluster, Link
 from bapipe.models.layers import ModelRef
 from bapipe.records.plan import LayerRun, Plan, PlanStage, Prediction
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.generators import capped, data_parallel, make_schedule, with_recompute, with_update
+from bapipe.schedule.generators import data_parallel, make_schedule, with_recompute, with_update
 from bapipe.schedule.schedule_file import ScheduleFile
 
 __all__ = ["Case", "all_pairs", "falling_caps", "make_plan", "make_schedule_of", "read_cases", "write_cases"]
@@ -32,7 +32,7 @@ class Case:
     numbers: str = "float64"
     """float64, float32, or dropout (in float64)"""
     schedule: str
-    """one of `SCHEDULES`, 1f1b with `caps`, or data-parallel, where the micro-batches are each replica's"""
+    """one of `SCHEDULES`, 1f1b or zb with `caps`, or data-parallel, where the micro-batches are each replica's"""
     stages: int
     """pipeline stages, ranks if the schedule interleaves or is data-parallel"""
     microbatches: int
@@ -121,17 +121,13 @@ def falling_caps(stages: int, microbatches: int, *, seed: object) -> tuple[int, 
 def make_schedule_of(case: Case) -> Schedule:
     if case.schedule == "data-parallel":
         schedule = data_parallel(case.stages, case.microbatches)
-    elif case.schedule == "1f1b":
-        assert case.caps is not None
-        schedule = with_update(
-            capped(case.stages, case.microbatches, case.caps, replicas=case.replicas, dealing=case.dealing)
-        )
     else:
         schedule = with_update(
             make_schedule(
                 case.schedule,
                 case.stages,
                 case.microbatches,
+                caps=case.caps,
                 replicas=case.replicas,
                 dealing=case.dealing,
                 virtual=case.virtual or 2,

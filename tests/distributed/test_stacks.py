@@ -35,9 +35,9 @@ def _there(package: str) -> bool:
 
 def _cases() -> list[tuple[str, str]]:
     loops = [name for name, package in LOOPS.items() if _there(package)]
-    found = [(name, "float64") for name in loops]
+    found = [(name, numbers) for name in loops for numbers in NUMBERS]
     if "train_accelerate" in loops:
-        found += [("train_accelerate", "float32"), ("train_trainer", "float64"), ("train_trainer", "float32")]
+        found += [("train_trainer", numbers) for numbers in NUMBERS]
     return found
 
 
@@ -46,11 +46,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     folder = tmp_path_factory.mktemp("stacks")
     for numbers in NUMBERS:
         tiny_gpt2_plan(folder / f"{numbers}.json", float64=numbers == "float64")
-    tiny_gpt2_plan(folder / "lora.json", float64=True, adapters=True)
+        tiny_gpt2_plan(folder / f"lora-{numbers}.json", float64=numbers == "float64", adapters=True)
     cases = []
     for name, numbers in _cases():
-        plan = "lora" if name == "train_lora" else numbers
-        options = [str(folder / f"{plan}.json")]
+        options = [str(folder / f"{'lora-' if name == 'train_lora' else ''}{numbers}.json")]
         options += ["--float64"] if numbers == "float64" else []
         options += ["--sgd"] if name == "train_trainer" and numbers == "float32" else []
         cases.append((name, options))
@@ -81,8 +80,15 @@ def _alone(*, float64: bool, adapters: bool = False) -> list[float]:
     return losses[:STEPS]
 
 
-@pytest.mark.parametrize("name, numbers", [("train_accelerate", "float64"), ("train_accelerate", "float32"),
-                                           ("train_fabric", "float64"), ("train_lora", "float64")])  # fmt: skip
+def _same(losses: list[float], expected: list[float], numbers: str) -> None:
+    """Twenty losses, all of them different, each that of one process."""
+    assert len(losses) == len(set(expected)) == STEPS
+    for step, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
+        assert math.isclose(loss, wanted, rel_tol=NUMBERS[numbers]), step
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_loops_train_as_one_process(trained: tuple[Path, Results], name: str, numbers: str) -> None:
     if not _there(LOOPS[name]):
         pytest.skip(f"needs {LOOPS[name]}: pip install {LOOPS[name].replace('_', '-')}")
@@ -91,15 +97,18 @@ def test_loops_train_as_one_process(trained: tuple[Path, Results], name: str, nu
     for rank, found in enumerate((*full, *half, *rest)):
         assert "error" not in found, f"{rank}: {found['error']}"
     assert full[0] == full[1]
+    assert (len(half[0]), len(rest[0])) == (HALF, STEPS - HALF)
     for losses in (full[0], [*half[0], *rest[0]]):
-        assert len(losses) == STEPS
-        for step, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
-            assert math.isclose(loss, wanted, rel_tol=NUMBERS[numbers]), step
-    assert len(set(expected)) == STEPS
+        _same(losses, expected, numbers)
 
 
-def _trainer_alone(folder: Path, *, float64: bool) -> tuple[dict[str, float], dict[str, Any]]:
-    """The example's arguments under the Trainer itself."""
+def _logged(history: list[dict[str, float]]) -> list[float]:
+    """The training loss of every step."""
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def _trainer_alone(folder: Path, *, float64: bool) -> tuple[dict[str, float], dict[str, Any], list[float]]:
+    """The example's arguments under the Trainer itself: metrics, weights and the losses of all steps."""
     from transformers import Trainer, TrainingArguments
 
     sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -108,7 +117,7 @@ def _trainer_alone(folder: Path, *, float64: bool) -> tuple[dict[str, float], di
     arguments = TrainingArguments(
         str(folder), max_steps=STEPS, per_device_train_batch_size=8, per_device_eval_batch_size=8,
         learning_rate=1e-2, optim="adamw_torch" if float64 else "sgd", weight_decay=0.1,
-        lr_scheduler_type="cosine", warmup_steps=2, max_grad_norm=0.5, logging_steps=5, save_strategy="no",
+        lr_scheduler_type="cosine", warmup_steps=2, max_grad_norm=0.5, logging_steps=1, save_strategy="no",
         use_cpu=True, dataloader_pin_memory=False, disable_tqdm=True, report_to="none",
     )  # fmt: skip
     trainer = Trainer(
@@ -119,7 +128,7 @@ def _trainer_alone(folder: Path, *, float64: bool) -> tuple[dict[str, float], di
         compute_metrics=train_trainer.accuracy,
     )
     trainer.train()
-    return trainer.evaluate(), trainer.model.state_dict()
+    return trainer.evaluate(), trainer.model.state_dict(), _logged(trainer.state.log_history)
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
@@ -129,7 +138,7 @@ def test_the_trainer_trains_as_the_trainer(trained: tuple[Path, Results], tmp_pa
     from safetensors.torch import load_file
 
     folder, results = trained
-    metrics, weights = _trainer_alone(tmp_path, float64=numbers == "float64")
+    metrics, weights, losses = _trainer_alone(tmp_path, float64=numbers == "float64")
     full, half, rest = results["train_trainer", numbers]
     for rank, found in enumerate((*full, *half, *rest)):
         assert "error" not in found, f"{rank}: {found['error']}"
@@ -144,6 +153,7 @@ def test_the_trainer_trains_as_the_trainer(trained: tuple[Path, Results], tmp_pa
             assert torch.allclose(saved[name], expected, rtol=NUMBERS[numbers], atol=NUMBERS[numbers]), name
         state = json.loads((place / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
         assert state["global_step"] == STEPS
+        _same(_logged(state["log_history"]), losses, numbers)
         assert state["is_world_process_zero"]
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "compare": ("bapipe.cli.compare", "compare_command"),
     "export": ("bapipe.cli.export", "export_plan_command"),
     "fit": ("bapipe.cli.fit", "fit_command"),
+    "import-onnx": ("bapipe.cli.import_onnx", "import_onnx_command"),
     "import-trace": ("bapipe.cli.import_trace", "import_trace_command"),
     "judge": ("bapipe.cli.judge", "judge_command"),
     "launch": ("bapipe.cli.launch", "launch_command"),

@@ -43,7 +43,8 @@ def held_weights(chain: Chain, each: Floats, first: int, end: int) -> Floats:
 def _tied_copies(chain: Chain, each: Floats, first: int, end: int) -> dict[int, Floats]:
     """By the layer before the stage whose weights layers of the stage share: bytes of the copy, by last unit.
 
-    As much of it is trained, or cast, as of all that layer's weights.
+    As much of it is cast as of all that layer's weights. What is trained of that layer counts as tied, as far as
+    it goes: beside a tied embedding that is trained there may be a frozen one of positions.
     """
     own, found = slice(first, end + 1), dict[int, Floats]()
     tied, bytes_ = chain.tied_to[own], chain.tied_bytes[own]
@@ -51,10 +52,13 @@ def _tied_copies(chain: Chain, each: Floats, first: int, end: int) -> dict[int, 
     for holder in np.unique(tied[(tied >= 0) & (tied < layers[first])]).tolist():
         units = layers == holder
         weights = float(chain.weight_bytes[units].sum())
-        share = float(each[units].sum()) / weights if weights else 0.0
         # Several layers of the stage that share the same have one copy.
         using = np.flatnonzero(tied == holder)
-        once = (tied == holder) & (layers[own] == layers[first + using[0]])
+        copied = layers[first + using[0]]
+        once = (tied == holder) & (layers[own] == copied)
+        if each is chain.trainable_bytes:
+            weights = min(weights, float(chain.tied_bytes[layers == copied].sum()))
+        share = min(1.0, float(each[units].sum()) / weights) if weights else 0.0
         found[holder] = np.cumsum(np.where(once, share * bytes_, 0.0))
     return found
 

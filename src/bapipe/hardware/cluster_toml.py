@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 from bapipe.hardware.cluster import AcceleratorType, Cluster, Level, Link
+from bapipe.io.files import toml_string
 
 __all__ = ["cluster_toml"]
 
@@ -22,8 +22,8 @@ def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
     cluster = _as_read(cluster)
     lines = [
         'schema = "bapipe.cluster/1"',
-        f"name = {_text(cluster.name)}",
-        f"topology = {_text(cluster.topology)}",
+        f"name = {toml_string(cluster.name)}",
+        f"topology = {toml_string(cluster.topology)}",
     ]
     if cluster.collective_bandwidth is not None:
         values = {"bandwidth": cluster.collective_bandwidth, "overlap": cluster.collective_overlap}
@@ -33,17 +33,23 @@ def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
     lines += ["", *(f"# {line}" for line in comment.splitlines())]
     for (kind, node), members in itertools.groupby(cluster.accelerators, key=lambda one: (one.type, one.node)):
         count = sum(1 for _ in members)
-        lines += ["[[accelerators]]", f"type = {_text(kind)}", f"count = {count}", f"node = {_text(node)}", ""]
+        lines += [
+            "[[accelerators]]",
+            f"type = {toml_string(kind)}",
+            f"count = {count}",
+            f"node = {toml_string(node)}",
+            "",
+        ]
     lines += ["[links.within]", *_link(cluster.within), ""]
     if cluster.between is not None:
         lines += ["[links.between]", *_link(cluster.between), ""]
     for key, link in cluster.pairs.items():
-        ends = ", ".join(_text(end) for end in key.split(" - "))
+        ends = ", ".join(toml_string(end) for end in key.split(" - "))
         lines += ["[[links.pair]]", f"between = [{ends}]", *_link(link), ""]
     for place, level in enumerate(cluster.levels):
         lines += ["[[levels]]", *_level(cluster, place, level), ""]
     for name in dict.fromkeys(accelerator.type for accelerator in cluster.accelerators):
-        lines += [f"[types.{_text(name)}]", *_type(cluster.types[name]), ""]
+        lines += [f"[types.{toml_string(name)}]", *_type(cluster.types[name]), ""]
     return "\n".join(lines)
 
 
@@ -62,20 +68,20 @@ def _as_read(cluster: Cluster) -> Cluster:
     )
 
 
-def _text(value: str) -> str:
-    """A TOML basic string is JSON's, but for DEL, which TOML wants escaped."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def _table(values: Mapping[str, float | str]) -> str:
     entries = (
-        f"{_text(key)} = {_text(one) if isinstance(one, str) else repr(one)}" for key, one in values.items()
+        f"{toml_string(key)} = {toml_string(one) if isinstance(one, str) else repr(one)}"
+        for key, one in values.items()
     )
     return f"{{ {', '.join(entries)} }}"
 
 
 def _link(link: Link) -> list[str]:
-    lines = [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}", f"duplex = {_text(link.duplex)}"]
+    lines = [
+        f"bandwidth = {link.bandwidth!r}",
+        f"latency = {link.latency!r}",
+        f"duplex = {toml_string(link.duplex)}",
+    ]
     return [*lines, f"spread = {link.spread!r}"] if link.spread else lines
 
 
@@ -83,9 +89,13 @@ def _level(cluster: Cluster, place: int, level: Level) -> list[str]:
     groups: dict[str, list[str]] = {}
     for item in cluster.accelerators:
         if item.groups[place]:
-            groups.setdefault(item.groups[place], []).append(_text(item.name))
-    members = ", ".join(f"{_text(group)} = [{', '.join(own)}]" for group, own in groups.items())
-    lines = [f"name = {_text(level.name)}", f"over = {_text(level.over)}", f"members = {{ {members} }}"]
+            groups.setdefault(item.groups[place], []).append(toml_string(item.name))
+    members = ", ".join(f"{toml_string(group)} = [{', '.join(own)}]" for group, own in groups.items())
+    lines = [
+        f"name = {toml_string(level.name)}",
+        f"over = {toml_string(level.over)}",
+        f"members = {{ {members} }}",
+    ]
     if level.link is not None:
         lines.append(f"link = {{ {', '.join(_link(level.link))} }}")
     if level.uplink is not None:
@@ -96,11 +106,11 @@ def _level(cluster: Cluster, place: int, level: Level) -> list[str]:
 
 def _type(kind: AcceleratorType) -> list[str]:
     lines = [
-        f"kind = {_text(kind.kind)}",
+        f"kind = {toml_string(kind.kind)}",
         f"memory = {kind.memory!r}",
         f"memory_bandwidth = {kind.memory_bandwidth!r}",
         f"flops = {_table(kind.flops)}",
-        f"execution = {_text(kind.execution)}",
+        f"execution = {toml_string(kind.execution)}",
     ]
     if kind.link_bandwidth is not None:
         lines.append(f"link_bandwidth = {kind.link_bandwidth!r}")

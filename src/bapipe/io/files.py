@@ -31,6 +31,7 @@ __all__ = [
     "read_versioned",
     "replace_file",
     "sync",
+    "toml_string",
     "unless_default",
     "write_bytes",
     "write_text",
@@ -132,6 +133,11 @@ def _other_kind(found: str, wanted: str) -> str:
     if not is_ or not want:
         return "give the right file"
     return f"it is {is_}, give {want} here ({source})"
+
+
+def toml_string(value: str) -> str:
+    """The text as TOML writes it: a basic string is JSON's, but for DEL, which TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_versioned(

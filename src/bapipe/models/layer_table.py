@@ -1,4 +1,4 @@
-"""The one reader of layer tables: a model written down by hand in TOML (docs/reference/layer-table.md)."""
+"""The one reader and writer of layer tables: a model written down in TOML (docs/reference/layer-table.md)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from bapipe.errors import FileFormatError, nearest
 from bapipe.io.decode import decode
-from bapipe.io.files import load_toml
+from bapipe.io.files import load_toml, toml_string
 from bapipe.models.layers import Layer, Model, Split
 
-__all__ = ["LAYERS_SCHEMA", "read_layer_table"]
+__all__ = ["LAYERS_SCHEMA", "layer_table_toml", "read_layer_table"]
 
 LAYERS_SCHEMA = "bapipe.layers/1"
 _LARGEST_DIMENSION = 10**6
@@ -168,3 +168,33 @@ def _layer(entry: _LayerEntry, arriving: float, *, earlier: list[str], where: st
         split=_split(entry, where=where),
         conv=entry.conv,
     )
+
+
+def layer_table_toml(model: Model) -> str:
+    """The model as the text of a layer table. Read back, it is the same model."""
+    lines = [
+        f"schema = {toml_string(LAYERS_SCHEMA)}",
+        f"name = {toml_string(model.name)}",
+        f"input_elements = {_number(model.input_elements)}",
+    ]
+    lines += [f"description = {toml_string(model.description)}"] if model.description else []
+    for layer in model.layers:
+        lines += ["", "[[layers]]", f"name = {toml_string(layer.name)}", f"kind = {toml_string(layer.kind)}"]
+        if layer.conv is not None:
+            lines.append(f"conv = {list(layer.conv)}")
+        for name in (*_AMOUNTS, "kernels"):
+            value = getattr(layer, name)
+            if value is not None:
+                lines.append(f"{name} = {_number(value)}")
+        if layer.shares_weights_with is not None:
+            lines.append(f"shares_weights_with = {toml_string(layer.shares_weights_with)}")
+        if layer.split is not None:
+            lines += [f"split = {layer.split.channels}", f"split_by = {toml_string(layer.split.by)}"]
+        elif layer.conv is not None:
+            lines.append("split = 0")
+    return "\n".join([*lines, ""])
+
+
+def _number(value: float) -> str:
+    """Whole numbers without a point, all others with every digit."""
+    return str(int(value)) if float(value).is_integer() else repr(value)

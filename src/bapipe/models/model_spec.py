@@ -57,6 +57,11 @@ def parse_model_spec(text: str) -> ModelSpec:
         return ModelSpec(text=text, kind="layer table")
     if lower.endswith(".txt"):
         return ModelSpec(text=text, kind="graph")
+    if lower.endswith(".onnx"):
+        raise BaPipeError(
+            f"'{text[:100]}' is an ONNX graph; run `bapipe import-onnx {text[:100]} -o layers.toml` first and "
+            "give the layer table that it writes"
+        )
     if is_builtin(text):
         return ModelSpec(text=text, kind="builtin")
     if _CALLABLE.fullmatch(text) or lower in ZOO:

@@ -29,6 +29,12 @@ BERT = {
 VIT = {**BERT, "image_size": 16, "patch_size": 8, "num_labels": 5}
 del VIT["vocab_size"]
 T5 = {"num_layers": 1, "d_model": 32, "d_ff": 32, "d_kv": 16, "num_heads": 2, "vocab_size": 64}
+DEIT = {key: value for key, value in VIT.items() if key != "num_labels"}
+WHISPER = {
+    "encoder_layers": 1, "decoder_layers": 1, "d_model": 32, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64,
+    "max_source_positions": 20, "max_target_positions": 16, "num_mel_bins": 8,
+}  # fmt: skip
 SEGFORMER = {
     "task": "semantic-segmentation", "image_size": 32, "hidden_sizes": "8,16,40,64", "depths": "1,1,1,1",
     "num_labels": 3,
@@ -53,6 +59,14 @@ def _built(model: str, args: dict[str, Any], **options: Any) -> BuiltModel:
         ),
         ("t5", {**T5, "sequence": 9}, "T5ForConditionalGeneration", {"input_ids": (3, 9), "labels": (3, 9)}),
         ("vit", VIT, "ViTForImageClassification", {"pixel_values": (3, 3, 16, 16), "labels": (3,)}),
+        # A type of several classes, and one whose tokens of padding and start lie beyond a smaller vocabulary.
+        ("deit", DEIT, "DeiTForImageClassification", {"pixel_values": (3, 3, 16, 16), "labels": (3,)}),
+        (
+            "whisper",
+            WHISPER,
+            "WhisperForConditionalGeneration",
+            {"input_features": (3, 8, 40), "labels": (3, 16)},
+        ),
         (
             "segformer",
             SEGFORMER,
@@ -73,6 +87,23 @@ def test_a_model_type_is_built_by_its_config_and_returns_its_loss(
     assert all(torch.equal(tensor, again[name]) for name, tensor in batch.items())
     assert torch.isfinite(built.module(**batch).loss)
     assert built.kwargs.keys() == batch.keys()
+
+
+@pytest.mark.parametrize(
+    "model, args, follows",
+    [
+        ("llama", {"hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 16, "num_key_value_heads": 4}),
+        ("phi", {"hidden_size": 64, "num_attention_heads": 4}, {"num_key_value_heads": 4}),
+        ("t5", {"num_layers": 2}, {"num_decoder_layers": 2}),
+        ("gpt2", {"num_hidden_layers": 3}, {"n_layer": 3}),
+        ("swin", {"embed_dim": 16, "depths": "1,1", "num_heads": "2,2"}, {"hidden_size": 32, "num_layers": 2}),
+        ("bert", {"vocab_size": 50, "pad_token_id": 7}, {"pad_token_id": 7}),
+        ("phi3", {"vocab_size": 50}, {"pad_token_id": 49}),
+    ],
+)
+def test_what_follows_from_an_argument_follows(model: str, args: dict[str, Any], follows: dict[str, int]) -> None:
+    config = hugging_face._config(model, tuple(sorted(args.items())))
+    assert {name: getattr(config, name) for name in follows} == follows
 
 
 def test_every_sample_of_a_masked_language_model_has_a_token_to_find() -> None:
@@ -99,6 +130,12 @@ def test_names_are_taken_apart_by_their_form_alone() -> None:
         ("gpt2", {**GPT2, "sequence": 41}, r"takes 1 to 40 tokens, got sequence=41"),
         ("timesfm", {}, r"trained for none of .*give package.module:function"),
         ("segformer", {"hidden_sizes": "8,x"}, r"hidden_sizes of segformer cannot be '8,x'.*correct --arg"),
+        (
+            "llama",
+            {"hidden_size": "wide"},
+            r"the config of llama refuses hidden_size=wide: .*expected int.*correct --arg",
+        ),
+        ("moonshine", {}, r"moonshine takes other sound than mel spectra .*give package.module:function"),
         ("someone/never-downloaded", {}, r"not in the local Hugging Face cache; download it with 'hf download"),
         ("gpt2", {**GPT2, "lora": "rank=8"}, r"'rank' is unknown"),
         ("gpt2", {**GPT2, "lora": "r=0"}, r"rank of at least 1, got r=0"),

@@ -8,6 +8,7 @@ adapters.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from bapipe.errors import BaPipeError, first_line, nearest
 from bapipe.models.model_spec import HUGGING_FACE
 from bapipe.torch.capturing.module_state import empty_parameters
 from bapipe.torch.integrations.lora_adapters import add_lora, name_without_lora
-from bapipe.torch.integrations.task_batches import Batch, find_task
+from bapipe.torch.integrations.task_batches import Batch, class_of, find_task
 from bapipe.torch.runtime.materialise import open_state
 
 __all__ = ["build", "build_hollow", "make_batch"]
@@ -78,8 +79,11 @@ def _finished(
     model: str, task: str | None, lora: str | None, changes: dict[str, Any], make: Callable[..., nn.Module]
 ) -> nn.Module:
     changes.pop("sequence", None)
-    config = _config(model, _key(changes))
-    module = make(config, find_task(config, task).auto_class, _folder(model))
+    config = copy.deepcopy(_config(model, _key(changes)))
+    chosen = find_task(config, task)
+    if not config.architectures:
+        config.architectures = [class_of(chosen, config)]  # by which transformers chooses among several classes
+    module = make(config, chosen.auto_class, _folder(model))
     return module if lora is None else add_lora(module, lora)
 
 
@@ -158,7 +162,7 @@ def _config(model: str, changes: tuple[tuple[str, Any], ...]) -> Any:
 
     folder = _folder(model)
     if folder is None:
-        config = transformers.AutoConfig.for_model(model)
+        config = _made_with(model, changes)
     else:
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -167,8 +171,8 @@ def _config(model: str, changes: tuple[tuple[str, Any], ...]) -> Any:
                 f"{folder}/config.json cannot be read as a transformers config: {first_line(error)}; give a model "
                 f"of a type that transformers {transformers.__version__} has"
             ) from error
-    for name, value in changes:
-        _change(config, name, value)
+        for name, value in changes:
+            _change(config, name, value)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # of generation
     if getattr(config.get_text_config(), "pad_token_id", 0) is None:
@@ -178,21 +182,65 @@ def _config(model: str, changes: tuple[tuple[str, Any], ...]) -> Any:
     return config
 
 
-def _change(config: Any, name: str, value: Any) -> None:
-    known = config.to_dict()
-    if not hasattr(config, name):
-        if name == "image_size":
-            return  # of batches alone: a convolutional network takes any
-        raise BaPipeError(
-            f"the config of {config.model_type} has no '{name[:40]}'{nearest(name, known)}; correct --arg"
-        )
-    old = getattr(config, name)
+def _made_with(model: str, changes: tuple[tuple[str, Any], ...]) -> Any:
+    """The config of a type, made with the changes, so that what follows from them follows: a head's width, say."""
+    from transformers import AutoConfig
+
+    usual = AutoConfig.for_model(model)
+    values = {name: _converted(usual, name, value) for name, value in changes if _has(usual, name)}
+    size = values.get("vocab_size")
+    for name in _SPECIAL:
+        token = getattr(usual, name, None)
+        if isinstance(size, int) and isinstance(token, int) and token >= size > 0:
+            values.setdefault(name, size - 1)
     try:
-        if isinstance(old, (list, tuple)):
-            kinds = {type(item) for item in old} or {str}
-            kind = kinds.pop() if len(kinds) == 1 else float
-            value = [kind(item) for item in str(value).split(",")]
-        setattr(config, name, value)
+        config = AutoConfig.for_model(model, **values)
+        for name, value in values.items():
+            if getattr(config, name) != value:  # under a name that another type has for it
+                setattr(config, name, value)
+    except Exception as error:
+        given = ", ".join(f"{name}={str(value)[:40]}" for name, value in values.items())
+        raise BaPipeError(
+            f"the config of {model} refuses {given[:200]}: {' '.join(str(error).split())[:200]}; correct --arg"
+        ) from error
+    return config
+
+
+_SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+"""tokens that a smaller vocabulary may lack"""
+
+
+def _has(config: Any, name: str) -> bool:
+    """Whether the config has it; refuses what neither it nor a batch has."""
+    if hasattr(config, name):
+        return True
+    if name == "image_size":
+        return False  # of batches alone: a convolutional network takes any
+    raise BaPipeError(
+        f"the config of {config.model_type} has no '{name[:40]}'{nearest(name, config.to_dict())}; correct --arg"
+    )
+
+
+def _converted(config: Any, name: str, value: Any) -> Any:
+    """The value as the config has it: of a list the parts, in the type of its parts."""
+    old = getattr(config, name)
+    if not isinstance(old, (list, tuple)):
+        return value
+    kinds = {type(item) for item in old} or {str}
+    kind = kinds.pop() if len(kinds) == 1 else float
+    try:
+        return [kind(item) for item in str(value).split(",")]
+    except (TypeError, ValueError) as error:
+        raise BaPipeError(
+            f"{name} of {config.model_type} cannot be {str(value)[:40]!r}: {first_line(error)}; correct --arg"
+        ) from error
+
+
+def _change(config: Any, name: str, value: Any) -> None:
+    if not _has(config, name):
+        return
+    try:
+        setattr(config, name, _converted(config, name, value))
     except (TypeError, ValueError) as error:
         raise BaPipeError(
             f"{name} of {config.model_type} cannot be {str(value)[:40]!r}: {first_line(error)}; correct --arg"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bapipe.errors import BaPipeError, nearest
 
-__all__ = ["TASKS", "Task", "find_task"]
+__all__ = ["TASKS", "Task", "class_of", "find_task"]
 
 _MASKED = 0.15
 """share of the tokens that a masked language model has to find, as BERT's"""
@@ -108,6 +108,18 @@ def _segments(config: Any, generator: torch.Generator, size: int, _: int | None,
     return {"pixel_values": images, "labels": _classes(config, generator, (size, *images.shape[-2:]))}
 
 
+def _spoken(config: Any, generator: torch.Generator, size: int, sequence: int | None, _: int | None) -> Batch:
+    bands, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if not isinstance(bands, int) or not isinstance(positions, int):
+        raise BaPipeError(
+            f"{config.model_type} takes other sound than mel spectra of a fixed length; write a function that "
+            "returns the model and an example of its inputs, and give package.module:function"
+        )
+    longest = getattr(config, "max_target_positions", None) or sys.maxsize
+    labels = _tokens(config, generator, size, min(_SEQUENCE, longest) if sequence is None else sequence)
+    return {"input_features": torch.randn(size, bands, 2 * positions, generator=generator), "labels": labels}
+
+
 def _task(name: str, mapping: str, auto_class: str, make: Callable[..., Batch]) -> Task:
     return Task(
         name=name, mapping=f"MODEL_FOR_{mapping}_MAPPING_NAMES", auto_class=f"AutoModelFor{auto_class}", make=make
@@ -117,6 +129,7 @@ def _task(name: str, mapping: str, auto_class: str, make: Callable[..., Batch]) 
 TASKS = (
     _task("seq2seq-lm", "SEQ_TO_SEQ_CAUSAL_LM", "Seq2SeqLM", _translated),
     _task("masked-lm", "MASKED_LM", "MaskedLM", _masked),
+    _task("speech-seq2seq", "SPEECH_SEQ_2_SEQ", "SpeechSeq2Seq", _spoken),
     _task("causal-lm", "CAUSAL_LM", "CausalLM", _causal),
     _task("image-classification", "IMAGE_CLASSIFICATION", "ImageClassification", _image_class),
     _task("semantic-segmentation", "SEMANTIC_SEGMENTATION", "SemanticSegmentation", _segments),
@@ -126,13 +139,23 @@ TASKS = (
 """in the order in which a model type takes the first that it has: BERT is for masked language modelling first"""
 
 
-def find_task(config: Any, name: str | None) -> Task:
-    """The task of that name, or what the config's own class was made for, or the first that its type has."""
+def _classes_of(task: Task, kind: str) -> tuple[str, ...]:
+    """Names of the classes that train a model type for a task; none where it is not trained for it."""
     from transformers.models.auto import modeling_auto
 
-    tables = {task.name: getattr(modeling_auto, task.mapping) for task in TASKS}
+    found = getattr(modeling_auto, task.mapping).get(kind, ())
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def class_of(task: Task, config: Any) -> str:
+    """The name of the class that trains a model for a task: of several, the first."""
+    return _classes_of(task, config.model_type)[0]
+
+
+def find_task(config: Any, name: str | None) -> Task:
+    """The task of that name, or what the config's own class was made for, or the first that its type has."""
     kind = config.model_type
-    usable = [task for task in TASKS if kind in tables[task.name]]
+    usable = [task for task in TASKS if _classes_of(task, kind)]
     if name is not None:
         found = next((task for task in usable if task.name == name), None)
         if found is None:
@@ -143,7 +166,7 @@ def find_task(config: Any, name: str | None) -> Task:
             )
         return found
     classes = getattr(config, "architectures", None) or ()
-    made_for = [task for task in usable if tables[task.name][kind] in classes]
+    made_for = [task for task in usable if any(name in classes for name in _classes_of(task, kind))]
     if not usable:
         raise BaPipeError(
             f"hf:{kind} is trained for none of {', '.join(task.name for task in TASKS)}; write a function that "

@@ -27,6 +27,7 @@ from bapipe.torch.comm.choose_transport import connect
 from bapipe.torch.device.dtypes import autocast_dtype
 from bapipe.torch.device.precision_modes import set_precision
 from bapipe.torch.inputs.build_model import BuiltModel
+from bapipe.torch.runtime.bucket_gradients import BucketGradients
 from bapipe.torch.runtime.build_stages import unused_state
 from bapipe.torch.runtime.microbatches import InputSpec, split_inputs, split_targets
 from bapipe.torch.runtime.plan_checks import RunnablePlan
@@ -55,7 +56,7 @@ class TorchEngine:
             captured.at(size).stage(0, len(captured.layers) - 1).stage_spec.random for size in set(self._sizes)
         )
         """whether the model draws random numbers, such as for dropout"""
-        unused = any(name in unused_state(captured) for name, _ in built.module.named_parameters())
+        idle = unused_state(captured)
         self.module = built.module.to(device).train()
         """the model; under FSDP2 its parameters are sharded"""
         connection = connect(transport, device=device, channels={}, timeout=timeout)
@@ -63,14 +64,19 @@ class TorchEngine:
         """what the collectives go by"""
         group = connection.sum_group(range(dist.get_world_size()), device, datetime.timedelta(seconds=timeout))
         self._ddp: DistributedDataParallel | None = None
+        named = dict(self.module.named_parameters())
+        self._gradients = BucketGradients(
+            [item for name, item in named.items() if item.requires_grad and name not in idle]
+        )
         if self.plan.engine == "ddp":
-            self._ddp = DistributedDataParallel(
-                self.module,
-                device_ids=[device] if device.type == "cuda" else None,
-                process_group=group,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=unused,
-            )
+            with self._gradients.laid_out():
+                self._ddp = DistributedDataParallel(
+                    self.module,
+                    device_ids=[device] if device.type == "cuda" else None,
+                    process_group=group,
+                    gradient_as_bucket_view=True,
+                    find_unused_parameters=any(name in idle for name in named),
+                )
         else:
             self._shard(group)
 
@@ -93,10 +99,11 @@ class TorchEngine:
         return list(self.module.parameters())
 
     def step(self, inputs: Any, targets: Any) -> float:
-        """Gradients of one global batch into the parameters; the loss, on every rank."""
+        """Gradients of one global batch into the parameters, in place of those before; the loss, on every rank."""
         leaves = split_inputs(self._spec, inputs, self._sizes, needed=set(range(len(self._spec.batched))))
         parts = split_targets(targets, self._sizes, self._device) if targets is not None else []
         self._loss.begin()
+        self._clear()
         # Both engines take the mean over ranks, and the sum is wanted.
         self._loss.scale = torch.tensor(float(dist.get_world_size()), device=self._device)
         for place, index in enumerate(self._own):
@@ -104,6 +111,13 @@ class TorchEngine:
             with self._summing(last=place == len(self._own) - 1):
                 self._run(own, parts[index] if parts else None, index)
         return self._finish()
+
+    def _clear(self) -> None:
+        if self._ddp is not None:
+            self._gradients.clear(self._ddp)
+            return
+        for parameter in self.module.parameters():
+            parameter.grad = None
 
     def _run(self, leaves: list[Any], target: Any, index: int) -> None:
         args, kwargs = self._spec.call(leaves)

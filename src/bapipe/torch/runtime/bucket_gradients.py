@@ -1,9 +1,9 @@
 """Gradients under DDP that are parts of its buckets from the start on, so that each is there once.
 
-With `gradient_as_bucket_view` a gradient becomes part of the bucket that is summed only when its backward sums. One
-that was None before is made beside the bucket, and stays there while further micro-batches are accumulated: a second
-copy of all gradients. Here none is ever None: while DDP lays out its buckets, it finds gradients to move into them
-that take no memory, and between steps they are filled with zeros.
+With `gradient_as_bucket_view` a gradient becomes part of the bucket that is summed only in a backward that sums.
+One that was None before is made beside the bucket, and stays there while micro-batches are accumulated: a second
+copy of all gradients. Here none is ever None: while DDP lays out its buckets it finds gradients to move into them,
+zeros that take no memory, and between steps they are filled with zeros.
 
 DDP lays out buckets twice: when it is made, one for all, and after the first step, in the order in which gradients
 came. Left to itself it moves gradients from the old to the new ones, and has both.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from bapipe.costs.profile import Profile
 from bapipe.planner import Request, explore, make_plan
 from bapipe.records.plan import read_plan, write_plan
 from made_profiles import made_cluster, made_profile
+from warm_python import USUAL_START
 
 HERE = Path(__file__).resolve().parent
 WEIGHTS = [4.0 * WIDTH * WIDTH] * (1 + BLOCKS) + [4.0 * WIDTH * HEADS]
@@ -62,7 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             strategy=case.engine,  # type: ignore[arg-type]
         )
         write_plan(make_plan(explore(profile(), cluster, asked)), found / f"{case.name}.json")
-    start(HERE / "engine_memory_worker.py", found, seconds=300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", USUAL_START)  # ranks as a user has them
+        start(HERE / "engine_memory_worker.py", found, seconds=300)
     return found
 
 

@@ -15,9 +15,9 @@ from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.candidate import as_run
 from bapipe.planner.candidate_costs import replica_rows
 from bapipe.planner.evaluate import Evaluation
+from bapipe.planner.fsdp_events import units_of
 from bapipe.planner.idle_accelerators import idle_note
 from bapipe.planner.search import Exploration
-from bapipe.planner.sharded_costs import units_of
 from bapipe.records.plan import (
     Alternative,
     LayerPart,

@@ -13,8 +13,9 @@ from bapipe.costs.segments import Chain, holds_all_weights
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.fsdp_events import fsdp_seconds
 from bapipe.planner.gradient_rings import gradient_sum_time, shared_uplinks
-from bapipe.planner.sharded_costs import fsdp_seconds, gather_time, scatter_share
+from bapipe.planner.sharded_costs import gather_time, scatter_share
 from bapipe.schedule.actions import Schedule
 from bapipe.simulator.action_costs import Costs, ReplicaCosts
 

@@ -10,8 +10,9 @@ from bapipe.costs.stage_memory import StageBytes, stages_bytes
 from bapipe.costs.stage_time import StageSeconds
 from bapipe.planner.candidate import Candidate, Hardware, accelerators_of_ranks, as_run
 from bapipe.planner.candidate_costs import run_costs, seconds_of
+from bapipe.planner.fsdp_events import fsdp_peak
 from bapipe.planner.plan_network import network_of
-from bapipe.planner.sharded_costs import engine_peak
+from bapipe.planner.sharded_costs import ddp_peak, on_gpus
 from bapipe.planner.stand_ins import stand_ins
 from bapipe.schedule.actions import Schedule
 from bapipe.simulator.action_costs import Costs
@@ -99,16 +100,7 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         phases_known=candidate.chain.phases_known,
     )
     if candidate.engine != "bapipe":
-        memory = hardware.optimizer.memory
-        parts = engine_peak(
-            candidate.engine,
-            candidate.chain,
-            needed[0],
-            replicas=len(candidate.stages[0].accelerators),
-            state=memory.state,
-            workspace=memory.workspace,
-        )
-        peaks = [PeakBytes(**parts)] * len(peaks)
+        peaks = [_engine_peak(candidate, hardware, needed[0])] * len(peaks)
     capacity, fullest = [], []
     for stage, placed in zip(candidate.stages, schedule.placement, strict=True):
         rooms = [hardware.cluster.type_of(index).memory for index in stage.accelerators]
@@ -132,6 +124,24 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         stage_bytes=tuple(needed),
         crowding=crowding,
     )
+
+
+def _engine_peak(candidate: Candidate, hardware: Hardware, needed: StageBytes) -> PeakBytes:
+    """Of every rank, where torch's DDP or FSDP2 runs it."""
+    memory = hardware.optimizer.memory
+    if candidate.engine == "ddp":
+        return PeakBytes(**ddp_peak(needed, state=memory.state, workspace=memory.workspace))
+    members = candidate.stages[0].accelerators
+    parts = fsdp_peak(
+        candidate.chain,
+        needed,
+        replicas=len(members),
+        state=memory.state,
+        workspace=memory.workspace,
+        microbatches=candidate.num_microbatches // len(members),
+        gloo=not on_gpus(hardware.cluster, members),
+    )
+    return PeakBytes(**parts)
 
 
 def _inflight(schedule: Schedule, timeline: Timeline) -> tuple[float, ...]:

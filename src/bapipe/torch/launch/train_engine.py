@@ -63,8 +63,6 @@ def train_engine(
             with watch.meeting("ready"):
                 max_over_ranks(0.0)
             start = time.perf_counter()
-            for parameter in engine.parameters:
-                parameter.grad = None
             loss = engine.step(*batch)
             if optimizer is not None:
                 optimizer.step()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import math
 from typing import Any
 
@@ -27,6 +28,7 @@ from bapipe.torch.comm.choose_transport import connect
 from bapipe.torch.device.dtypes import autocast_dtype
 from bapipe.torch.device.precision_modes import set_precision
 from bapipe.torch.inputs.build_model import BuiltModel
+from bapipe.torch.runtime.bucket_gradients import BucketGradients
 from bapipe.torch.runtime.build_stages import unused_state
 from bapipe.torch.runtime.microbatches import InputSpec, split_inputs, split_targets
 from bapipe.torch.runtime.plan_checks import RunnablePlan
@@ -48,14 +50,8 @@ class TorchEngine:
         """micro-batches of this rank"""
         set_precision(self.plan.precision, device)
         self._cast = autocast_dtype(self.plan.precision)
-        captured = capture(built.module, built.args, built.kwargs, check=False)
-        self._spec = InputSpec.of(captured)
-        self._loss = LossSum(Weighing(built.loss, own_loss(captured.program), warns=rank == 0), self._sizes)
-        self.draws = any(
-            captured.at(size).stage(0, len(captured.layers) - 1).stage_spec.random for size in set(self._sizes)
-        )
-        """whether the model draws random numbers, such as for dropout"""
-        unused = any(name in unused_state(captured) for name, _ in built.module.named_parameters())
+        idle = self._capture(built, warns=rank == 0)
+        gc.collect()  # what capturing leaves behind has the parameters, which FSDP2 replaces
         self.module = built.module.to(device).train()
         """the model; under FSDP2 its parameters are sharded"""
         connection = connect(transport, device=device, channels={}, timeout=timeout)
@@ -63,16 +59,35 @@ class TorchEngine:
         """what the collectives go by"""
         group = connection.sum_group(range(dist.get_world_size()), device, datetime.timedelta(seconds=timeout))
         self._ddp: DistributedDataParallel | None = None
+        self._gradients: BucketGradients | None = None
         if self.plan.engine == "ddp":
-            self._ddp = DistributedDataParallel(
-                self.module,
-                device_ids=[device] if device.type == "cuda" else None,
-                process_group=group,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=unused,
-            )
+            self._wrap(group, idle)
         else:
             self._shard(group)
+
+    def _capture(self, built: BuiltModel, *, warns: bool) -> set[str]:
+        """Learn how the model is called and what its loss is; returns names of parameters that it does not use."""
+        captured = capture(built.module, built.args, built.kwargs, check=False)
+        self._spec = InputSpec.of(captured)
+        self._loss = LossSum(Weighing(built.loss, own_loss(captured.program), warns=warns), self._sizes)
+        self.draws = any(
+            captured.at(size).stage(0, len(captured.layers) - 1).stage_spec.random for size in set(self._sizes)
+        )
+        """whether the model draws random numbers, such as for dropout"""
+        return unused_state(captured).keys() & dict(built.module.named_parameters()).keys()
+
+    def _wrap(self, group: dist.ProcessGroup, idle: set[str]) -> None:
+        """In DDP, with gradients in its buckets."""
+        used = [item for name, item in self.module.named_parameters() if item.requires_grad and name not in idle]
+        self._gradients = BucketGradients(used)
+        with self._gradients.laid_out():
+            self._ddp = DistributedDataParallel(
+                self.module,
+                device_ids=[self._device] if self._device.type == "cuda" else None,
+                process_group=group,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=bool(idle),
+            )
 
     def _shard(self, group: dist.ProcessGroup) -> None:
         """Each of the plan's units by itself, then the rest."""
@@ -93,10 +108,11 @@ class TorchEngine:
         return list(self.module.parameters())
 
     def step(self, inputs: Any, targets: Any) -> float:
-        """Gradients of one global batch into the parameters; the loss, on every rank."""
+        """Gradients of one global batch into the parameters, in place of those before; the loss, on every rank."""
         leaves = split_inputs(self._spec, inputs, self._sizes, needed=set(range(len(self._spec.batched))))
         parts = split_targets(targets, self._sizes, self._device) if targets is not None else []
         self._loss.begin()
+        self._clear()
         # Both engines take the mean over ranks, and the sum is wanted.
         self._loss.scale = torch.tensor(float(dist.get_world_size()), device=self._device)
         for place, index in enumerate(self._own):
@@ -104,6 +120,13 @@ class TorchEngine:
             with self._summing(last=place == len(self._own) - 1):
                 self._run(own, parts[index] if parts else None, index)
         return self._finish()
+
+    def _clear(self) -> None:
+        if self._ddp is not None and self._gradients is not None:
+            self._gradients.clear(self._ddp)
+            return
+        for parameter in self.module.parameters():
+            parameter.grad = None
 
     def _run(self, leaves: list[Any], target: Any, index: int) -> None:
         args, kwargs = self._spec.call(leaves)

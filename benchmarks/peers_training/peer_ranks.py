@@ -40,6 +40,7 @@ from bapipe.torch.capturing import Captured, capture  # noqa: E402
 from bapipe.torch.device.allocator import keep_in_pages  # noqa: E402
 from bapipe.torch.device.cuda_workspaces import release_workspaces  # noqa: E402
 from bapipe.torch.device.precision_modes import set_precision  # noqa: E402
+from bapipe.torch.health.parent_death import end_with_parent  # noqa: E402
 from bapipe.torch.inputs.batch_call import as_call  # noqa: E402
 from bapipe.torch.inputs.build_model import BuiltModel, build_model  # noqa: E402
 from bapipe.torch.inputs.make_optimizer import make_optimizer  # noqa: E402
@@ -160,7 +161,10 @@ class Peers:
             trained = DataParallel(
                 module, job["kind"], size=self.size, count=self.count, device=self.device, compiled=job["compiled"]
             )
-        optimizer = make_optimizer(self.asked["optimizer"], trained.parameters, rate=0.0)
+        text = self.asked["optimizer"]
+        if job["kind"] == "fsdp":  # whose parameters have a fused step of Adam, and of SGD the one that comes next
+            text = text.replace("sgd(fused=true)", "sgd(foreach=true)")
+        optimizer = make_optimizer(text, trained.parameters, rate=0.0)
         batches = batches_for(self.built, "synthetic", global_batch=self.size * self.count, seed=0)
         told = timed_steps(trained.put, trained.step, optimizer, batches, job["steps"], self.device)
         if job["kind"] == "fsdp":  # its parameters are sharded in place
@@ -184,6 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("jobs", type=Path)
     asked = json.loads(parser.parse_args().jobs.read_text(encoding="utf-8"))
+    end_with_parent(os.getppid())  # torchrun's ranks outlive it where it is killed
     rank, on_gpu = int(os.environ["RANK"]), asked["device"] == "cuda"
     if on_gpu:
         cut = slices.status(0)

@@ -305,7 +305,7 @@ class Rows(Work):
         asked |= {"spec": about.spec, "arguments": [f"{a}={b}" for a, b in about.given(tiny=self.tiny).items()]}
         asked |= {"size": size, "count": count, "precision": setting.precision, "order": jobs[0]["order"]}
         asked["optimizer"] = f"{about.optimizer}(fused=true)"
-        file = self.folder / "jobs.json"
+        file = self.folder / f"jobs-{launch}.json"
         file.write_text(json.dumps(asked), encoding="utf-8")
         program = [str(HERE / "our_trials.py"), str(file)]
         if launch == "peers":

@@ -118,7 +118,8 @@ def sharded_units(module: nn.Module) -> list[nn.Module]:
     def look(owner: nn.Module) -> None:
         for child in owner.children():
             share = sum(item.numel() for item in child.parameters()) / whole
-            if isinstance(owner, (nn.ModuleList, nn.Sequential)) and 0 < share <= LARGEST_UNIT:
+            listed = isinstance(owner, (nn.ModuleList, nn.Sequential)) and not isinstance(child, nn.ModuleList)
+            if listed and 0 < share <= LARGEST_UNIT:
                 found.append(child)
             else:
                 look(child)

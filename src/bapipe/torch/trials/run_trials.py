@@ -45,10 +45,10 @@ def run_trials(
     done: dict[int, Trial] = {index: Trial(plan=plan) for index, plan in enumerate(plans)}
     by_ranks: dict[tuple[str, ...], list[int]] = {}
     for index, plan in enumerate(plans):
-        check_gpus(plan, options.device)
         types = {item.name: item.type for item in plan.cluster.accelerators}
         by_ranks.setdefault(tuple(types[name] for name in plan.ranks), []).append(index)
     for own in by_ranks.values():
+        check_gpus(plans[own[0]], options.device)
         waiting = [index for _ in range(times) for index in own]
         while waiting:
             if report is not None:

@@ -394,6 +394,7 @@ def _equal_stages(plan: Plan) -> Plan:
             fractions=(),
             modules=(),
             tied=(),
+            trainable_bytes=None,
             recompute=False,
             recompute_layers=(),
         )

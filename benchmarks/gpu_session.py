@@ -83,7 +83,7 @@ def _json(path: Path) -> Any:
 
 
 def _tests(file: str) -> Part:
-    """A file of tests/gpu; run again where tests failed or it did not end."""
+    """A file of tests/gpu; run again where it did not end."""
     name = f"tests-{file.removeprefix('test_')}"
 
     def command(session: Session, left: float) -> list[str]:  # noqa: ARG001

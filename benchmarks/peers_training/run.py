@@ -27,10 +27,11 @@ HERE = Path(__file__).resolve().parent
 for _folder in (HERE, HERE.parent / "tinyllama"):
     sys.path.insert(0, str(_folder))
 
-from contenders import SETTINGS, Contender, Setting, other_families  # noqa: E402
+from contenders import CUTS, SETTINGS, Contender, Setting, other_families  # noqa: E402
 from summary import result_of  # noqa: E402
 from work import ROOT, Work, row_options  # noqa: E402
 
+from bapipe.errors import BaPipeError  # noqa: E402
 from bapipe.hardware.cluster import Cluster  # noqa: E402
 from bapipe.hardware.cluster_file import read_cluster  # noqa: E402
 from bapipe.hardware.cluster_toml import cluster_toml  # noqa: E402
@@ -64,8 +65,6 @@ class Rows(Work):
 
     def cut(self, word: str) -> None:
         """Cut the GPU so, unless it is."""
-        from contenders import CUTS
-
         if self.tiny or self._cut == word:
             return
         shares = ",".join(f"{share:g}" for share in CUTS[word].percentages)
@@ -192,12 +191,22 @@ class Rows(Work):
                 found[name] = contender
         return found
 
+    def forget_failed(self) -> None:
+        """Rows that were asked for and have failed are due again."""
+        for name in [name for name, row in self.rows.items() if "error" in row]:
+            if any(word in name for word in self.words):
+                self.rows[name].pop("error")
+
     def run_all(self, *, until: str, repeats: int) -> bool:
         """Whether nothing that was asked for is left. What a launch needs is measured and planned before it."""
         try:
             for setting in SETTINGS if until != "rows" else ():
-                if any(self.due(setting, launch, repeats) for launch in ("nccl", "peers", "auto")):
-                    self.prepare(setting, plans=until == "plans")
+                if not any(self.due(setting, launch, repeats) for launch in ("nccl", "peers", "auto")):
+                    continue
+                if until == "plans" and not self.is_known(setting):
+                    print(f"{setting.name}: no profile or no links yet", flush=True)
+                    continue
+                self.prepare(setting, plans=until == "plans")
             for runs in range(1, repeats + 1) if until == "rows" else ():
                 for launches in (("none", "nccl", "peers"), ("auto",)):
                     for setting in SETTINGS:
@@ -235,7 +244,7 @@ class Rows(Work):
         """What it makes; where that fails, the rows with these words have failed, and None."""
         try:
             return make()
-        except (RuntimeError, OSError) as error:
+        except (BaPipeError, RuntimeError, OSError) as error:
             if "no time left" in str(error):
                 raise OutOfTimeError("no time left") from None
             for own in setting.contenders():
@@ -441,12 +450,15 @@ def main() -> None:
     parser = row_options(__doc__)
     parser.add_argument("--until", choices=("profiles", "plans", "rows"), default="rows", help="and no further")
     parser.add_argument("--repeats", type=int, default=1, help="runs of every row")
+    parser.add_argument("--again", action="store_true", help="forget those of the rows that failed")
     parser.add_argument("--keep", action="store_true", help="copy WORK's profiles and result to here, and end")
     given = parser.parse_args()
     if given.keep:
         print("\n".join(keep(given.folder)))
         return
     work = Rows(given.folder, tiny=given.tiny, budget=given.budget, words=given.rows)
+    if given.again:
+        work.forget_failed()
     done = work.run_all(until=given.until, repeats=given.repeats)
     print("nothing is left" if done else "the same command goes on", flush=True)
 

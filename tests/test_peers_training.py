@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -160,14 +161,24 @@ latency = 1e-5
 """
 
 
-def test_rows_are_planned_launched_together_and_compared(driver: ModuleType, tmp_path: Path) -> None:
-    _, launched = measured(driver, tmp_path)
+@pytest.fixture(scope="module")
+def ran(driver: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[str, list[str]]]]:
+    """A folder with all plans and rows of a setting, and what was launched for it."""
+    folder: Path = tmp_path_factory.mktemp("rows")
+    _, launched = measured(driver, folder)
+    return folder, launched
+
+
+def test_rows_are_planned_launched_together_and_compared(
+    driver: ModuleType, ran: tuple[Path, list[tuple[str, list[str]]]]
+) -> None:
+    folder, launched = ran
     setting = "gnmt-8 fp32 eager unequal"
     assert [program for program, _ in launched] == ["our_trials.py", "peer_ranks.py", "our_trials.py"]
     assert launched[0][1][0] == f"{setting} ours nccl"
     assert launched[2][1] == [f"{setting} ours auto"]
     assert len(launched[1][1]) == 8
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = json.loads((folder / "result.json").read_text())
     (compared,) = result["settings"]
     assert compared["ratio"] == pytest.approx(2.0)
     assert compared["automatic_fastest"]
@@ -180,14 +191,18 @@ def test_rows_are_planned_launched_together_and_compared(driver: ModuleType, tmp
     claim = next(row for row in result["rows"] if row["contender"] == "ours nccl")
     assert claim["samples_per_second"] == pytest.approx(16.0)
     assert claim["time_error"] == pytest.approx(16 / claim["predicted"] - 1)
-    equal = read_plan(tmp_path / f"plan-{setting.replace(' ', '-')}-1f1b-so-nccl-equal.json")
+    equal = read_plan(folder / f"plan-{setting.replace(' ', '-')}-1f1b-so-nccl-equal.json")
     assert [(stage.first_layer, stage.last_layer) for stage in equal.stages] == [(0, 3), (4, 7)]
     assert not launched[3:]
-    again = driver.Rows(tmp_path, tiny=True, budget=100.0, words=setting)
+    again = driver.Rows(folder, tiny=True, budget=100.0, words=setting)
     assert again.run_all(until="rows", repeats=1), "nothing is left, so that nothing is started"
 
 
-def test_a_peer_that_fails_after_others_is_tried_by_itself(driver: ModuleType, tmp_path: Path) -> None:
+def test_a_peer_that_fails_after_others_is_tried_by_itself(
+    driver: ModuleType, ran: tuple[Path, list[tuple[str, list[str]]]], tmp_path: Path
+) -> None:
+    for path in [path for word in ("profile", "cluster", "plan") for path in ran[0].glob(f"{word}-*")]:
+        shutil.copy(path, tmp_path)
     work, launched = measured(driver, tmp_path, broken="zbv ourcut")
     peers = [rows for program, rows in launched if program == "peer_ranks.py"]
     assert peers[1] == ["gnmt-8 fp32 eager unequal torch zbv ourcut"]

@@ -354,21 +354,21 @@ class Rows(Work):
             write_text(self.folder / "result.json", json.dumps(found, indent=1) + "\n")
 
     def machine(self) -> dict[str, Any]:
-        """Where the rows were measured; what is known of it stays."""
+        """Where the rows were measured; plans are made elsewhere, too, which says nothing of it."""
         path = self.folder / "environment.json"
-        if not path.exists():
+        known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"gpu": None}
+        if known["gpu"] is None:
             import torch
 
             gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-            found = {
-                "gpu": None if gpu is None else f"{gpu}, slices of 16 GB by CUDA MPS",
+            known = {
+                "gpu": None if gpu is None else f"{gpu}, slices of {self.memory} by CUDA MPS",
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "date": time.strftime("%Y-%m-%d"),
             }
-            path.write_text(json.dumps(found), encoding="utf-8")
-        found = json.loads(path.read_text())
-        return dict(found)
+            path.write_text(json.dumps(known), encoding="utf-8")
+        return known
 
     def row(self, name: str) -> dict[str, Any]:
         return dict(self.rows[name])

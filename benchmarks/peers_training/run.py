@@ -1,109 +1,466 @@
-"""Models on slices of one GPU: the automatic plan, by NCCL and as it chooses, other plans, and torch's own DDP.
+"""The one benchmark that decides: models on slices of one GPU, our automatic plan beside torch's ways to train.
 
-    python benchmarks/peers_training/run.py --folder WORK --budget 500 --rows vit-l     on a GPU
-    python benchmarks/peers_training/run.py --folder WORK --tiny                        on two CPU ranks
+    run.py --folder WORK --budget 540 --until profiles     on a GPU
+    run.py --folder WORK --until plans                     anywhere, from the profiles
+    run.py --folder WORK --budget 540                      on a GPU; goes on where it stopped
+    run.py --folder WORK --budget 540 --repeats 3          two more runs of every row
+    run.py --folder WORK --tiny                            a rehearsal on two CPU ranks
 
-Every row of a model has the same global batch, optimizer implementation and precision, and 16 GB a slice. A row is
-named by its words: `ours MODEL PRECISION compiled|eager TRANSPORT [SCHEDULE]` or `ddp MODEL PRECISION
-compiled|eager`. It goes on where it stopped; a row that fails is a row, too.
+Every row of a setting has the same global batch, optimizer implementation, precision and 16 GB a slice. Rows are
+named in contenders.py; `--rows vit-l,t5` runs those with one of these words. A row that fails is a row, too.
+WORK/rows.json has all that was measured and WORK/result.json the rows and the summary.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import platform
+import shutil
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tinyllama"))
+for _folder in (HERE, HERE.parent / "tinyllama"):
+    sys.path.insert(0, str(_folder))
 
+from contenders import CUTS, SETTINGS, Contender, Setting, other_families  # noqa: E402
+from summary import result_of  # noqa: E402
 from work import ROOT, Work, row_options  # noqa: E402
 
-from bapipe.records.plan import read_plan  # noqa: E402
-from bapipe.records.run_record import read_run  # noqa: E402
+from bapipe.errors import BaPipeError  # noqa: E402
+from bapipe.hardware.cluster import Cluster  # noqa: E402
+from bapipe.hardware.cluster_file import read_cluster  # noqa: E402
+from bapipe.hardware.cluster_toml import cluster_toml  # noqa: E402
+from bapipe.io.files import write_text  # noqa: E402
+from bapipe.planner.partition.baselines import uniform  # noqa: E402
+from bapipe.records.plan import Plan, read_plan, write_plan  # noqa: E402
 from models import MODELS  # noqa: E402
 
-STEPS = 7
-ROWS = [
-    "ours vit-l bf16 compiled nccl",
-    "ours resnet50 fp32 eager nccl data-parallel",
-    "ddp resnet50 fp32 eager",
-    "ours gnmt-8 fp32 eager nccl data-parallel",
-    "ddp gnmt-8 fp32 eager",
-    "ours convnext-l bf16 eager nccl",
-    "ours vit-l bf16 compiled nccl zb-h1",
-    "ours vit-l bf16 compiled nccl data-parallel",
-    "ddp vit-l bf16 compiled",
-    "ours vit-l bf16-mixed eager nccl",
-    "ours convnext-l fp32 eager nccl",
-    "ours gpt2-medium bf16 compiled nccl",
-    "ddp gpt2-medium bf16 compiled",
-]
-"""in the order in which they are worth their time"""
-LEAST = 40
-"""seconds left without which no row is begun"""
+LEAST = {"profile": 110.0, "launch": 60.0}
+"""seconds left without which none is begun"""
+WARM, TIMED = 2, 4
+"""steps of a peer, and how many come before that are not timed"""
+PATIENCE = 75.0
+"""seconds after which a peer that is not done is given up"""
+ALTERNATIVES = {"second": 0, "third": 1}
 
 
 class Rows(Work):
-    """The rows of this benchmark."""
+    """The rows of this benchmark, launch by launch."""
 
-    def profile(self, name: str, precision: str, how: str) -> Path:
-        """Measured, unless it is one of the profiles that the repository has."""
-        known = ROOT / "profiles" / "h200" / "with-loss" / f"{name}-{precision}.json"
-        if how == "eager" and known.exists() and not self.tiny:
+    def __init__(self, folder: Path, *, tiny: bool, budget: float, words: str = "") -> None:
+        super().__init__(folder, HERE, tiny=tiny, budget=budget)
+        self.environment["PYTHONPATH"] += f":{HERE.parent / 'tinyllama'}"
+        self.words = words.split(",")
+        self._cut: str | None = None
+        """how the GPU is cut now"""
+        path = self.folder / "rows.json"
+        self.rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    # --- what is known of a setting before it runs
+
+    def cut(self, word: str) -> None:
+        """Cut the GPU so, unless it is."""
+        if self.tiny or self._cut == word:
+            return
+        shares = ",".join(f"{share:g}" for share in CUTS[word].percentages)
+        self.bapipe("slices", "start", "--percentages", shares, "--memory", self.memory)
+        self._cut, self.ranks = word, len(CUTS[word])
+
+    def kept(self, name: str) -> Path | None:
+        """A file of this name in the work folder or among those that are committed."""
+        found = [self.folder / name, *([] if self.tiny else [HERE / "profiles" / name])]
+        return next((path for path in found if path.exists()), None)
+
+    def profile(self, setting: Setting) -> Path:
+        """Measured on a slice with the others loaded, unless that is known; for unequal slices of both kinds."""
+        name = f"profile-{setting.stem}.json"
+        known = self.kept(name)
+        if known is None and setting.how == "eager" and self.committed(setting).exists() and not self.tiny:
+            return self.committed(setting)
+        if known is None and setting.slices == "unequal":
+            parts = [str(self.profile(replace(setting, slices=word))) for word in ("4", "8")]
+            self.bapipe("merge", *dict.fromkeys(parts), "--replace", "-o", str(self.folder / name))
+            return self.folder / name
+        if known is None:
+            self.measure_profile(setting, self.folder / name)
+        return known or self.folder / name
+
+    def is_known(self, setting: Setting) -> bool:
+        """Whether there is a profile of it, or rows that failed for want of one, and links."""
+        words = ("4", "8") if setting.slices == "unequal" else (setting.slices,)
+        parts = [replace(setting, slices=word) for word in words]
+        links = [self.kept(f"cluster-{word}-{transport}.toml") for word in words for transport in ("nccl", "auto")]
+        before = setting.how == "eager" and not self.tiny and self.committed(setting).exists()
+        measured = before or all(self.kept(f"profile-{own.stem}.json") for own in parts)
+        failed = "error" in self.rows.get(f"{setting.name} torch ddp", {})
+        return None not in links and (measured or failed)
+
+    def is_planned(self, setting: Setting) -> bool:
+        """Whether every contender has its plan, or has failed for want of one."""
+        for words, own in setting.contenders().items():
+            transport = "auto" if own.launch == "auto" else "nccl"
+            equal = "-equal" if own.equal else ""
+            path = self.folder / f"plan-{setting.stem}-{own.plan}-{transport}{equal}.json"
+            if own.plan is not None and not path.exists() and f"{setting.name} {words}" not in self.rows:
+                return False
+        return True
+
+    def committed(self, setting: Setting) -> Path:
+        """A profile of slices of 25 and of 12.5 % that the repository has of the paper's models."""
+        return ROOT / "profiles" / "h200" / "with-loss" / f"{setting.model}-{setting.precision}.json"
+
+    def measure_profile(self, setting: Setting, path: Path) -> None:
+        self.enough("profile", setting.name)
+        self.cut(setting.slices)
+        about = MODELS[setting.model]
+        words = ["profile", about.spec, *about.arguments(tiny=self.tiny), "--precision", setting.precision]
+        words += ["--micro-batch", str(about.batch(tiny=self.tiny)[0]), "--device", self.device]
+        words += ["--optimizer", about.optimizer, "--optimizer-arg", "fused=true"]
+        self.bapipe(*words, *(["--compile"] if setting.how == "compiled" else []), "-o", str(path))
+
+    def cluster_of(self, setting: Setting, transport: str) -> Path:
+        """The slices, with links as that transport has them; unequal ones as the equal ones were measured."""
+        name = f"cluster-{setting.slices}"
+        known = self.kept(f"{name}-{transport}.toml")
+        if known is not None:
             return known
-        path, about = self.folder / f"profile-{name}-{precision}-{how}.json", MODELS[name]
-        if not path.exists():
-            words = ["profile", about.spec, *about.arguments(tiny=self.tiny), "--precision", precision]
-            words += ["--micro-batch", str(about.size), "--optimizer", about.optimizer, "--device", self.device]
-            words += [] if self.tiny else ["--optimizer-arg", "fused=true"]
-            self.bapipe(*words, *(["--compile"] if how == "compiled" else []), "-o", str(path))
+        if setting.slices != "unequal":
+            self.cut(setting.slices)
+            return self.cluster(transport, name)
+        larger, smaller = (
+            read_cluster(str(self.cluster_of(replace(setting, slices=word), transport))) for word in ("4", "8")
+        )
+        path = self.folder / f"{name}-{transport}.toml"
+        write_text(path, cluster_toml(_joined(larger, smaller), comment="links as between four equal slices"))
         return path
 
-    def ours(self, row: str) -> dict[str, Any]:
-        name, precision, how, transport, *schedule = row.split()[1:]
-        about, stem = MODELS[name], row.replace(" ", "-")
-        plan_file, run_file = self.folder / f"plan-{stem}.json", self.folder / f"run-{stem}.json"
-        words = ["plan", str(self.profile(name, precision, how)), "--cluster", str(self.cluster(transport))]
-        words += ["--global-batch", str(about.size * about.count), "--micro-batch", str(about.size)]
-        words += ["--optimizer", about.optimizer, *([] if self.tiny else ["--optimizer-arg", "fused=true"])]
-        self.bapipe(*words, *(["--schedule", *schedule] if schedule else []), "--out", str(plan_file))
-        given = ["--transport", "auto" if self.tiny else transport, "--steps", str(STEPS), "--out", str(run_file)]
-        self.bapipe("run", str(plan_file), *given, "--learning-rate", "1e-4")
-        plan, run = read_plan(plan_file), read_run(run_file)
-        seconds = [step.seconds for step in run.steps]
-        return {
-            "schedule": plan.schedule.name,
-            "stages": [f"{stage.first_layer}-{stage.last_layer}" for stage in plan.stages],
-            "samples_per_second": plan.global_batch / median(seconds[2:]),
-            "predicted": plan.global_batch / plan.prediction.time,
-            "seconds": seconds,
-            "losses": [step.loss for step in run.steps],
-            "transport": run.environment.transport,
-            "peaks": run.peak_memory,
-            "predicted_peaks": [stage.memory_bytes for stage in plan.stages],
-        }
+    def plan(self, setting: Setting, which: str, transport: str = "nccl") -> Path:
+        """automatic; second or third: the automatic plan's next families; or of that schedule, unreplicated."""
+        path = self.folder / f"plan-{setting.stem}-{which}-{transport}.json"
+        if path.exists():
+            return path
+        about = MODELS[setting.model]
+        size, count = about.batch(tiny=self.tiny)
+        words = ["plan", str(self.profile(setting)), "--cluster", str(self.cluster_of(setting, transport))]
+        words += ["--global-batch", str(size * count), "--micro-batch", str(size)]
+        words += ["--optimizer", about.optimizer, "--optimizer-arg", "fused=true"]
+        if which in ALTERNATIVES:
+            automatic = read_plan(self.plan(setting, "automatic", transport))
+            others = other_families(automatic.schedule.name, automatic.alternatives)
+            if len(others) <= ALTERNATIVES[which]:
+                raise RuntimeError(f"the automatic plan lists {len(others)} other families that fit")
+            words += ["--schedule", others[ALTERNATIVES[which]]]
+        elif which == "1f1b-so":
+            words += ["--schedule", which, "--stages", str(self.width(setting))]
+        elif which != "automatic":
+            words += ["--schedule", which]
+        if setting.how == "compiled":
+            words += ["--compile"]
+        self.bapipe(*words, "--out", str(path))
+        return path
 
-    def ddp(self, row: str) -> dict[str, Any]:
-        name, precision, how = row.split()[1:]
-        out = self.folder / "peer.json"
-        out.unlink(missing_ok=True)
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        words += ["--nproc-per-node", str(self.ranks), str(HERE / "ddp_peer.py"), str(out), "--model", name]
-        words += ["--precision", precision, "--steps", str(STEPS), "--device", self.device]
-        self.run(*words, *(["--compile"] if how == "compiled" else []), *(["--tiny"] if self.tiny else []))
-        return {"schedule": "DistributedDataParallel", "transport": "nccl", **json.loads(out.read_text())}
+    def width(self, setting: Setting) -> int:
+        return 2 if self.tiny else len(setting.cut)
+
+    def peer_plan(self, setting: Setting, contender: Contender) -> Path:
+        """The plan by which torch's stages are cut."""
+        assert contender.plan is not None
+        path = self.plan(setting, contender.plan)
+        if not contender.equal:
+            return path
+        equal = path.with_name(path.name.replace(".json", "-equal.json"))
+        if not equal.exists():
+            write_plan(_equal_stages(read_plan(path)), equal)
+        return equal
+
+    # --- rows
+
+    def due(self, setting: Setting, launch: str, runs: int) -> dict[str, Contender]:
+        """Contenders of a launch that have fewer runs than that and have not failed, by their rows' names."""
+        found = {}
+        for words, contender in setting.contenders().items():
+            name = f"{setting.name} {words}"
+            row = self.rows.get(name, {})
+            wanted = any(word in name for word in self.words)
+            if contender.launch == launch and wanted and "error" not in row and len(row.get("runs", ())) < runs:
+                found[name] = contender
+        return found
+
+    def forget_failed(self) -> None:
+        """Rows that were asked for and have failed are due again."""
+        for name in [name for name, row in self.rows.items() if "error" in row]:
+            if any(word in name for word in self.words):
+                self.rows[name].pop("error")
+
+    def run_all(self, *, until: str, repeats: int) -> bool:
+        """Whether nothing that was asked for is left. What a launch needs is measured and planned before it."""
+        try:
+            for setting in SETTINGS if until != "rows" else ():
+                if not any(self.due(setting, launch, repeats) for launch in ("nccl", "peers", "auto")):
+                    continue
+                if until == "plans" and not self.is_known(setting):
+                    print(f"{setting.name}: no profile or no links yet", flush=True)
+                    continue
+                self.prepare(setting, plans=until == "plans")
+            for runs in range(1, repeats + 1) if until == "rows" else ():
+                for launches in (("none", "nccl", "peers"), ("auto",)):
+                    for setting in SETTINGS:
+                        for launch in launches:
+                            self.run_launch(setting, launch, runs)
+        except OutOfTimeError as error:
+            print(error, flush=True)
+            return False
+        finally:
+            self.write()
+            if self._cut is not None:
+                self.stop_slices()
+        return True
+
+    def prepare(self, setting: Setting, *, plans: bool) -> None:
+        """Profile, links and, if asked, plans of a setting; what cannot be had is a row that failed."""
+        for transport in ("nccl", "auto"):
+            self.guarded(setting, "ours", lambda transport=transport: self.cluster_of(setting, transport))
+        self.guarded(setting, "", lambda: self.profile(setting))
+        for words, contender in setting.contenders().items() if plans else ():
+            if contender.plan is not None and contender.launch != "none":
+                self.guarded(setting, words, lambda own=contender: self.contender_plan(setting, own), exact=True)
+
+    def contender_plan(self, setting: Setting, contender: Contender) -> Path:
+        if contender.is_peer:
+            return self.peer_plan(setting, contender)
+        assert contender.plan is not None
+        path = self.plan(setting, contender.plan, contender.launch)
+        engine = read_plan(path).engine
+        if engine != "bapipe":
+            raise RuntimeError(f"the plan is torch's own {engine}, which has a row of its own")
+        return path
+
+    def guarded(self, setting: Setting, words: str, make: Any, *, exact: bool = False) -> Any:
+        """What it makes; where that fails, the rows with these words have failed, and None."""
+        try:
+            return make()
+        except (BaPipeError, RuntimeError, OSError) as error:
+            if "no time left" in str(error):
+                raise OutOfTimeError("no time left") from None
+            for own in setting.contenders():
+                if own == words if exact else own.startswith(words):
+                    self.rows.setdefault(f"{setting.name} {own}", {"error": str(error)[:300]})
+            self.write()
+            return None
+
+    def run_launch(self, setting: Setting, launch: str, runs: int) -> None:
+        """Run what is due; a peer that fails after others is tried again in processes of its own."""
+        due = self.due(setting, launch, runs)
+        if launch == "none":
+            for name in due:
+                there = importlib.util.find_spec("deepspeed") is not None
+                why = "takes lists of layers that pass one value on, which these models are not"
+                self.rows[name] = {"error": why if there else "deepspeed is not installed"}
+            return
+        alone: set[str] = set()
+        while due:
+            self.enough("launch", setting.name)
+            self.cut(setting.slices)
+            jobs = [job for name, own in due.items() if (job := self.job(setting, name, own)) is not None]
+            if not jobs:
+                return
+            jobs = [job for job in jobs if job["order"] == jobs[0]["order"]][
+                : 1 if jobs[0]["row"] in alone else None
+            ]
+            self.started(setting, launch, jobs)
+            for place, job in enumerate(jobs):
+                out, failed = Path(job["out"]), Path(job["out"]).with_suffix(".failed")
+                if out.exists():
+                    self.take(job, json.loads(out.read_text()))
+                elif place == 0:
+                    why = failed.read_text() if failed.exists() else "it ended without a word"
+                    self.take(job, {"error": why[:300]})
+                elif failed.exists():
+                    alone.add(job["row"])
+            due = self.due(setting, launch, runs)
+
+    def job(self, setting: Setting, name: str, contender: Contender) -> dict[str, Any] | None:
+        """What a rank is told of a row; None where there is no plan for it."""
+        job: dict[str, Any] = {"row": name, "kind": contender.kind, "steps": WARM + TIMED}
+        job["out"] = str(self.folder / f"run-{name.replace(' ', '-')}.json")
+        job["order"] = list(range(self.width(setting)))
+        job["compiled"] = contender.compiles == "always" or (
+            contender.compiles == "setting" and setting.how == "compiled"
+        )
+        if contender.plan is not None:
+            words = name.removeprefix(f"{setting.name} ")
+            path = self.guarded(setting, words, lambda: self.contender_plan(setting, contender), exact=True)
+            if path is None:
+                return None
+            job |= {"plan": str(path), "schedule": contender.schedule}
+            if contender.is_peer:  # the slice of each rank
+                job["order"] = [int(own.rpartition("/")[2]) for own in read_plan(path).ranks]
+        return job
+
+    def started(self, setting: Setting, launch: str, jobs: list[dict[str, Any]]) -> None:
+        """Run a launch to its end, whatever comes of it."""
+        about = MODELS[setting.model]
+        size, count = about.batch(tiny=self.tiny)
+        for job in jobs:
+            for suffix in (".json", ".failed"):
+                Path(job["out"]).with_suffix(suffix).unlink(missing_ok=True)
+        asked: dict[str, Any] = {"jobs": jobs, "device": self.device, "code": str(HERE), "limit": self.patience}
+        asked |= {"transport": "auto" if self.tiny or launch == "auto" else "nccl", "timeout": self.patience}
+        asked |= {"spec": about.spec, "arguments": [f"{a}={b}" for a, b in about.given(tiny=self.tiny).items()]}
+        asked |= {"size": size, "count": count, "precision": setting.precision, "order": jobs[0]["order"]}
+        asked["optimizer"] = f"{about.optimizer}(fused=true)"
+        file = self.folder / f"jobs-{launch}.json"
+        file.write_text(json.dumps(asked), encoding="utf-8")
+        program = [str(HERE / "our_trials.py"), str(file)]
+        if launch == "peers":
+            ranks = ["--standalone", "--nproc-per-node", str(len(jobs[0]["order"]))]
+            program = ["-m", "torch.distributed.run", *ranks, str(HERE / "peer_ranks.py"), str(file)]
+        try:
+            self.run(sys.executable, *program, limit=self.patience * (2 + len(jobs)))
+        except RuntimeError as error:
+            if "no time left" in str(error):
+                raise OutOfTimeError("no time left") from None
+            print(f"    {error}", flush=True)
+
+    @property
+    def patience(self) -> float:
+        return 600.0 if self.tiny else PATIENCE
+
+    def take(self, job: dict[str, Any], told: dict[str, Any]) -> None:
+        """What a job left becomes a run of its row, or its row has failed."""
+        row = self.rows.setdefault(job["row"], {"runs": []})
+        if "error" in told:
+            row["error"], said = told["error"], told["error"]
+        else:
+            row["runs"].append(told)
+            row |= {"compiled": job["compiled"], **_of_plan(job)}
+            said = f"{sorted(told['seconds'])[len(told['seconds']) // 2]:.3f} s a step"
+        print(f"{job['row']}: {said}", flush=True)
+        self.write()
+
+    def enough(self, what: str, name: str) -> None:
+        if not self.tiny and self.left < LEAST[what]:
+            raise OutOfTimeError(f"{name}: no time left for its {what}")
+
+    def write(self) -> None:
+        write_text(self.folder / "rows.json", json.dumps(self.rows, indent=1) + "\n")
+        if self.rows:
+            found = result_of(self.rows, self.machine(), tiny=self.tiny)
+            write_text(self.folder / "result.json", json.dumps(found, indent=1) + "\n")
+
+    def machine(self) -> dict[str, Any]:
+        """Where the rows were measured; plans are made elsewhere, too, which says nothing of it."""
+        path = self.folder / "environment.json"
+        known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"gpu": None}
+        if known["gpu"] is None:
+            import torch
+
+            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+            known = {
+                "gpu": None if gpu is None else f"{gpu}, slices of {self.memory} by CUDA MPS",
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "date": time.strftime("%Y-%m-%d"),
+            }
+            path.write_text(json.dumps(known), encoding="utf-8")
+        return known
 
     def row(self, name: str) -> dict[str, Any]:
-        return self.ours(name) if name.startswith("ours ") else self.ddp(name)
+        return dict(self.rows[name])
+
+
+class OutOfTimeError(Exception):
+    """The budget is spent; what was measured is kept."""
+
+
+def _joined(larger: Cluster, smaller: Cluster) -> Cluster:
+    """Half of the accelerators of the one type, half of the other."""
+    names = [next(iter(cluster.types)) for cluster in (larger, smaller)]
+    half = len(larger.accelerators) // 2
+    members = [replace(item, type=names[index >= half]) for index, item in enumerate(larger.accelerators)]
+    return replace(larger, accelerators=tuple(members), types={**larger.types, **smaller.types})
+
+
+def _equal_stages(plan: Plan) -> Plan:
+    """The plan with stages of equally many layers."""
+    layers = list(
+        dict.fromkeys(
+            (stage.first_layer + at, name) for stage in plan.stages for at, name in enumerate(stage.layers)
+        )
+    )
+    edges = [0, *uniform(len(layers), len(plan.stages)), len(layers)]
+    stages = [
+        replace(
+            stage,
+            first_layer=first,
+            last_layer=after - 1,
+            layers=tuple(name for _, name in layers[first:after]),
+            fractions=(),
+            modules=(),
+            tied=(),
+            trainable_bytes=None,
+            recompute=False,
+            recompute_layers=(),
+        )
+        for stage, first, after in zip(plan.stages, edges[:-1], edges[1:], strict=True)
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
+def _of_plan(job: dict[str, Any]) -> dict[str, Any]:
+    """What its plan says of a row."""
+    if "plan" not in job:
+        return {"schedule": {"ddp": "DistributedDataParallel", "fsdp": "FSDP2"}[job["kind"]]}
+    plan = read_plan(job["plan"])
+    found: dict[str, Any] = {
+        "schedule": job["schedule"] or plan.schedule.name,
+        "stages": [f"{stage.first_layer}-{stage.last_layer}" for stage in plan.stages],
+    }
+    if job["kind"] == "ours":
+        by_rank = dict.fromkeys(plan.ranks, 0.0)
+        for stage in plan.stages:
+            for name in stage.accelerators:
+                by_rank[name] = max(by_rank[name], stage.on(name).memory_bytes)
+        found |= {"kind": plan.kind, "predicted": plan.prediction.time, "predicted_memory": list(by_rank.values())}
+    return found
+
+
+def keep(folder: Path) -> list[str]:
+    """Copy profiles, links and the result of a work folder to what is committed; rows of before stay."""
+    kept = HERE / "profiles"
+    kept.mkdir(exist_ok=True)
+    found = sorted([*folder.glob("profile-*.json"), *folder.glob("cluster-*.toml")])
+    for path in found:
+        shutil.copy(path, kept / path.name)
+    result = folder / "result.json"
+    if result.exists():
+        told, before = (json.loads(path.read_text()) for path in (result, HERE / "result.json"))
+        if told.get("rehearsal"):
+            raise SystemExit(f"{folder} is of a rehearsal, whose figures mean nothing")
+        write_text(HERE / "result.json", json.dumps({**told, "earlier": before["earlier"]}, indent=1) + "\n")
+    return [path.name for path in [*found, *([result] if result.exists() else [])]]
 
 
 def main() -> None:
-    given = row_options(__doc__).parse_args()
-    work = Rows(given.folder, HERE, tiny=given.tiny, budget=given.budget)
-    work.run_rows(ROWS, given.rows, least=LEAST)
+    parser = row_options(__doc__)
+    parser.add_argument("--until", choices=("profiles", "plans", "rows"), default="rows", help="and no further")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of every row")
+    parser.add_argument("--again", action="store_true", help="forget those of the rows that failed")
+    parser.add_argument("--keep", action="store_true", help="copy WORK's profiles and result to here, and end")
+    given = parser.parse_args()
+    if given.keep:
+        print("\n".join(keep(given.folder)))
+        return
+    work = Rows(given.folder, tiny=given.tiny, budget=given.budget, words=given.rows)
+    if given.again:
+        work.forget_failed()
+    done = work.run_all(until=given.until, repeats=given.repeats)
+    print("nothing is left" if done else "the same command goes on", flush=True)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,17 @@ def _soak(found: dict[str, Any], title: str) -> Iterator[str]:
     )
 
 
+def _pipedream(found: dict[str, Any]) -> Iterator[str]:
+    yield "### PipeDream, again and again"
+    yield ""
+    yield (
+        f"{found['runs']} runs of {found['steps']} steps of a small VGG-16 on {found['device']}, {found['jobs']} "
+        f"at once: {len(found['failed'])} failed; {_machine(found['environment'])}."
+    )
+    for row in found["failed"]:
+        yield f"- exit {row['exit']}: `{(row['said'].strip() or 'nothing said').splitlines()[-1][:200]}`"
+
+
 def _fuzz(found: dict[str, Any]) -> Iterator[str]:
     slow, large = "slowest command, seconds of CPU time", "largest resident memory of a worker, bytes"
     yield "### Malformed files and command lines"
@@ -130,6 +141,7 @@ def rendered() -> str:
         ("result-faults-slices.json", lambda found: _faults(found, "Faults, slices of a GPU over NCCL and IPC")),
         ("result-soak.json", lambda found: _soak(found, "Soak, CPU ranks")),
         ("result-soak-slices.json", lambda found: _soak(found, "Soak, slices of a GPU")),
+        ("result-pipedream.json", _pipedream),
     ):
         found = _result(name)
         if found is not None:

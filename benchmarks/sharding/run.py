@@ -35,8 +35,8 @@ SHAPES: dict[str, dict[str, int]] = {
     "fits": {"width": 1536, "heads": 12, "vocabulary": 8192, "sequence": 64},
     "tiny": {"blocks": 3, "width": 64, "heads": 2, "vocabulary": 256, "sequence": 16},
 }
-MEMORY = {2: "16GB", 4: "16GB", 8: "14GB"}
-"""of a slice"""
+MEMORY = {4: "16GB", 8: "14GB"}
+"""of each of so many slices"""
 PROBES = (4, 8)
 """depths whose predictions say what a block more needs"""
 LOWER = 3
@@ -45,14 +45,6 @@ LOWER = 3
 
 class Rows(Work):
     """The rows of this benchmark."""
-
-    def __init__(self, folder: Path, *, tiny: bool, budget: float, ranks: int) -> None:
-        super().__init__(folder, HERE, tiny=tiny, budget=budget)
-        self.ranks = 2 if tiny else ranks
-
-    def start_slices(self) -> None:
-        if not self.tiny:
-            self.bapipe("slices", "start", "--count", str(self.ranks), "--memory", MEMORY[self.ranks])
 
     def plan(self, name: str, shape: dict[str, int], size: int, count: int, *words: str) -> Path:
         """Profile a GPT of this shape, once, and plan it."""
@@ -105,7 +97,7 @@ class Rows(Work):
         )
         first, second = few.stages[0].memory_bytes, more.stages[0].memory_bytes
         each = (second - first) / (PROBES[1] - PROBES[0])
-        room = 40e6 if self.tiny else parse_bytes(MEMORY[self.ranks], what="memory")
+        room = 40e6 if self.tiny else parse_bytes(self.memory, what="memory")
         depth = int(PROBES[0] + (room - first) / each)
         tried: dict[str, str] = {}
         for blocks in range(depth, depth - LOWER - 1, -1):
@@ -140,7 +132,8 @@ def main() -> None:
     parser = row_options(__doc__)
     parser.add_argument("--ranks", type=int, choices=(4, 8), default=4)
     given = parser.parse_args()
-    work = Rows(given.folder, tiny=given.tiny, budget=given.budget, ranks=given.ranks)
+    memory = MEMORY[given.ranks]
+    work = Rows(given.folder, HERE, tiny=given.tiny, budget=given.budget, ranks=given.ranks, memory=memory)
     known = work.run_rows(ROWS, given.rows, least=LEAST)
     found = summary(known, work.ranks)
     (work.folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n")

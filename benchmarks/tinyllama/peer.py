@@ -20,6 +20,7 @@ from model import config, token_loss
 from torch import Tensor, nn
 
 from bapipe.torch import slices
+from bapipe.torch.health.parent_death import end_with_parent
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
+    end_with_parent(os.getppid())  # torchrun's ranks outlive it where it is killed
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if given.device == "cuda":
         cut = slices.status(0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,12 +38,17 @@ def row_options(description: str | None) -> argparse.ArgumentParser:
 class Work(ABC):
     """The folder of one machine, with what is known already."""
 
-    def __init__(self, folder: Path, here: Path, *, tiny: bool, budget: float) -> None:
-        """`here` has the modules that commands name; `tiny`: a rehearsal on two CPU ranks."""
+    def __init__(
+        self, folder: Path, here: Path, *, tiny: bool, budget: float, ranks: int = 4, memory: str = "16GB"
+    ) -> None:
+        """`here` has the modules that commands name; `tiny`: a rehearsal on two CPU ranks, else there are so many
+        slices of so much memory."""
         self.folder, self.here, self.tiny = folder.resolve(), here, tiny  # commands run in `here`
         self.device = "cpu" if tiny else "cuda"
-        self.ranks = 2 if tiny else 4
+        self.ranks = 2 if tiny else ranks
+        self.memory = memory
         self.end = time.monotonic() + budget
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that nothing is left running
         folder.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join([str(ROOT / "src"), str(here), os.environ.get("PYTHONPATH", "")])
         self.environment = {
@@ -55,8 +62,8 @@ class Work(ABC):
     def left(self) -> float:
         return self.end - time.monotonic()
 
-    def run(self, *command: str) -> None:
-        """Run to the end, within the time left; what it said goes to the log."""
+    def run(self, *command: str, limit: float = math.inf) -> None:
+        """Run to the end, within the time left and so many seconds; what it said goes to the log."""
         print(f"[{self.left:5.0f} s left] {' '.join(command)}"[:300], flush=True)
         begun = time.monotonic()
         with (self.folder / "log.txt").open("a") as log:
@@ -65,10 +72,13 @@ class Work(ABC):
                 command, env=self.environment, cwd=self.here, stdout=log, stderr=log, start_new_session=True
             )
             try:
-                code = process.wait(timeout=max(1.0, self.left))
+                code = process.wait(timeout=max(1.0, min(self.left, limit)))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                raise RuntimeError("no time left") from None
+                raise RuntimeError("no time left" if self.left < limit else f"took over {limit:.0f} s") from None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         print(f"    {time.monotonic() - begun:.0f} s, exit {code}", flush=True)
         if code:
             tail = (self.folder / "log.txt").read_text().splitlines()
@@ -78,19 +88,19 @@ class Work(ABC):
     def bapipe(self, *words: str) -> None:
         self.run(sys.executable, "-m", "bapipe", *words)
 
-    def cluster(self, transport: str) -> Path:
-        """The cluster file with links as that transport has them."""
-        path = self.folder / f"cluster-{transport}.toml"
+    def cluster(self, transport: str, name: str = "cluster") -> Path:
+        """The cluster file of that name with links as that transport has them."""
+        path = self.folder / f"{name}-{transport}.toml"
         if not path.exists():
-            name = "auto" if self.tiny else transport
-            links = measure_links(self.ranks, transport=name, device=self.device, largest=2**24, seconds=0.04)
+            chosen = "auto" if self.tiny else transport
+            links = measure_links(self.ranks, transport=chosen, device=self.device, largest=2**24, seconds=0.04)
             write_text(path, cluster_text(detect(ranks=self.ranks, device=self.device), links))
             print(f"[{self.left:5.0f} s left] {links.reason}", flush=True)
         return path
 
     def start_slices(self) -> None:
         if not self.tiny:
-            self.bapipe("slices", "start", "--count", str(self.ranks), "--memory", "16GB")
+            self.bapipe("slices", "start", "--count", str(self.ranks), "--memory", self.memory)
 
     def stop_slices(self) -> None:
         if not self.tiny:

@@ -121,6 +121,8 @@ def _function(path: str, name: str) -> Callable[[], str]:
         "cases",
         "machine",
         "topologies",
+        "contenders",
+        "models",
     ):  # a benchmark's modules import each other by these names
         sys.modules.pop(other, None)
     sys.path.insert(0, str(file.parent))

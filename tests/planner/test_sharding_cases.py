@@ -130,3 +130,16 @@ def test_it_is_forced_and_forbidden() -> None:
     assert any("ZeRO-1" in name for name in listed)
     assert any(name.startswith("FSDP2 of torch") for name in listed)
     assert any(name.startswith("DDP of torch") for name in listed)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "exact"])
+def test_what_is_asked_for_is_planned_where_times_are_not_exact(strategy: str) -> None:
+    """A plan without ZeRO-1 would be as fast or faster, and lies within error of the best."""
+    profile = made_profile({"cpu-core": [0.3] * 4}, weights=[1e6] * 4, sizes=(1,))
+    asked = Request(
+        global_batch=8, microbatch=1, strategy=strategy, zero_stage="1", optimizer="adam", layer_error=0.1
+    )
+    found = explore(profile, made_cluster({"cpu-core": 2}), asked)
+    assert found.outlook is not None
+    assert all(own.candidate.zero for own in found.outlook.evaluations)
+    assert make_plan(found).zero_stage == 1

@@ -240,3 +240,20 @@ def test_every_schedule_but_the_endless_one_is_for_both_engines() -> None:
         stages = (plan.stages[0],) * schedule.num_stages
         text = refusal(replace(plan, stages=stages, schedule=ScheduleFile.of(schedule)), schedule, "torch")
         assert (text is None) == schedule.flushes, name
+
+
+def test_a_value_that_the_stage_computes_on_with_is_returned_as_a_copy() -> None:
+    """torch detaches what a stage with a split backward returns, in place: what was saved of it would be lost."""
+    weight = nn.Parameter(torch.rand(3))
+
+    def compute(_: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        sent = received[0] * weight
+        return sent, sent * sent
+
+    stage = pipelining_internals.ComputedStage(nn.Module(), compute, split=True)
+    received = torch.rand(3, requires_grad=True)
+    sent, square = stage(received)
+    sent.detach_()
+    square.sum().backward()
+    assert received.grad is not None
+    assert torch.allclose(received.grad, 2 * received.detach() * weight.detach() ** 2)

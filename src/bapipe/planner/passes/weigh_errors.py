@@ -92,6 +92,8 @@ class _Near:
     def __init__(self, state: SearchState, found: list[Evaluation]) -> None:
         self._state = state
         self._budget = state.tuning.nearby_actions
+        self._shares = state.request.zero_stage == "1"
+        """whether only plans whose replicas share optimizer states are asked for"""
         self._known = {_shape(own.candidate): own for own in found}
 
     def add(self, candidate: Candidate) -> None:
@@ -105,7 +107,8 @@ class _Near:
         """Keep an evaluation that fits, unless the same stages under the same schedule are known to be as fast."""
         shape = _shape(evaluation.candidate)
         held = self._known.get(shape)
-        if evaluation.short is None and (held is None or rank(evaluation) < rank(held)):
+        allowed = evaluation.short is None and (evaluation.candidate.zero or not self._shares)
+        if allowed and (held is None or rank(evaluation) < rank(held)):
             self._known[shape] = evaluation
 
     def fastest(self, count: int) -> list[Evaluation]:

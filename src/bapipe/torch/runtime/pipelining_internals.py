@@ -38,8 +38,8 @@ class ComputedStage(nn.Module):
 
     def __init__(self, stage: nn.Module, compute: Any, *, split: bool) -> None:
         """`stage` has the parameters; `split`: torch does its backward in two parts. It then detaches what is
-        returned in place, which a view or a received tensor cannot be, and finds weights by where they meet what
-        was received, so what is made without that has to meet it here."""
+        returned in place, which a view, a received tensor or one that the stage computes on with cannot be, and
+        finds weights by where they meet what was received, so what is made without that has to meet it here."""
         super().__init__()
         self.stage = stage
         self.microbatch = 0
@@ -48,6 +48,8 @@ class ComputedStage(nn.Module):
         self._split = split
         self._apart: tuple[bool, ...] | None = None
         """for each value that is returned, whether it is made of weights and of nothing that was received"""
+        self._used: tuple[bool, ...] = ()
+        """and whether another one is computed from it"""
 
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
         made = tuple(value.contiguous() for value in self._compute(self.microbatch, received))
@@ -56,14 +58,15 @@ class ComputedStage(nn.Module):
             return made
         if self._apart is None:
             self._apart = tuple(bool(leaves) and _made_without(value, leaves) for value in made)
+            self._used = _used_by_others(made)
         given = {id(value) for value in received}
         return tuple(
             _Met.apply(value, leaves[0])  # type: ignore[no-untyped-call]
             if apart
             else value.clone()
-            if value.requires_grad and (is_view(value) or id(value) in given)
+            if value.requires_grad and (used or is_view(value) or id(value) in given)
             else value
-            for value, apart in zip(made, self._apart, strict=True)
+            for value, apart, used in zip(made, self._apart, self._used, strict=True)
         )
 
 
@@ -84,17 +87,27 @@ def _made_without(value: Tensor, leaves: Sequence[Tensor]) -> bool:
     if value.grad_fn is None:
         return False
     known = {id(leaf) for leaf in leaves}
+    return all(id(getattr(node, "variable", None)) not in known for node in _graph([value]))
+
+
+def _used_by_others(values: Sequence[Tensor]) -> tuple[bool, ...]:
+    """For each value, whether it is in the graph of another one."""
+    nodes = [value.grad_fn for value in values]
+    above = {after for node in _graph(values) for after, _ in node.next_functions}
+    return tuple(node is not None and (node in above or nodes.count(node) > 1) for node in nodes)
+
+
+def _graph(values: Sequence[Tensor]) -> set[Any]:
+    """All nodes that the values are made by."""
     seen: set[Any] = set()
-    waiting: list[Any] = [value.grad_fn]
+    waiting: list[Any] = [value.grad_fn for value in values]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in known:
-            return False
         waiting += [after for after, _ in node.next_functions]
-    return True
+    return seen
 
 
 def carries_any_value() -> bool:

@@ -37,17 +37,18 @@ def run_trials(
 ) -> tuple[Trial, ...]:
     """Run each plan for a few steps on this machine, and say how long a step takes.
 
-    All plans are of one model. Those with as many ranks are run by the same processes, which build and capture the
-    model once; `times` over the list, so that a machine whose speed drifts treats all alike. A plan that fails, by
-    lack of memory or otherwise, is a trial with its reason; the others are run all the same. `code` is where to
-    look for the model's code first, `engines` what runs each plan's stages.
+    All plans are of one model. Those with ranks on the same types of accelerators are run by the same processes,
+    which build and capture the model once; `times` over the list, so that a machine whose speed drifts treats all
+    alike. A plan that fails, by lack of memory or otherwise, is a trial with its reason; the others are run all
+    the same. `code` is where to look for the model's code first, `engines` what runs each plan's stages.
     """
     done: dict[int, Trial] = {index: Trial(plan=plan) for index, plan in enumerate(plans)}
-    by_ranks: dict[int, list[int]] = {}
+    by_ranks: dict[tuple[str, ...], list[int]] = {}
     for index, plan in enumerate(plans):
-        check_gpus(plan, options.device)
-        by_ranks.setdefault(len(plan.ranks), []).append(index)
+        types = {item.name: item.type for item in plan.cluster.accelerators}
+        by_ranks.setdefault(tuple(types[name] for name in plan.ranks), []).append(index)
     for own in by_ranks.values():
+        check_gpus(plans[own[0]], options.device)
         waiting = [index for _ in range(times) for index in own]
         while waiting:
             if report is not None:

@@ -35,7 +35,8 @@ from bapipe.torch.launch.rank_failure import failure_of
 from bapipe.torch.launch.run_options import RunOptions, parse_options
 from bapipe.torch.launch.train import PreparedModel, train
 from bapipe.torch.runtime.plan_checks import ranks_on_gpus, threads_of, trusted_plan
-from bapipe.torch.runtime.process_group import join
+from bapipe.torch.runtime.process_group import join, planned_rank
+from bapipe.torch.runtime.rank_slice import take_slice
 from bapipe.torch.trials.trial_record import read_jobs, result_file
 
 __all__ = ["main"]
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(folder: Path, options: RunOptions, code: Path) -> None:
     jobs = read_jobs(folder)
     first = jobs[0][0]
+    take_slice(first, planned_rank(first), options.device)
     load_tracer().join()
     end_loading()
     rank = join(first, options.timeout)
@@ -77,6 +79,8 @@ def _run(folder: Path, options: RunOptions, code: Path) -> None:
     prepared = _prepare(first, options, code)
     for number, (plan, steps, engine) in enumerate(jobs):
         own = replace(options, steps=steps, learning_rate=0.0, engine=engine)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # of the plan before
         record = train(trusted_plan(plan), own, prepared=prepared)
         prepared.captured.module.to("cpu").zero_grad(set_to_none=True)
         if rank == 0 and record is not None:

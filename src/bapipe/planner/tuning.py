@@ -25,6 +25,10 @@ class Tuning:
     searched_parts: int = 2
     """sizes of a part of such a cluster that are searched as clusters of their own, the best by an outline; the
     smallest that fits always is"""
+    searched_depths: int = 3
+    """depths of pipelines of one type each that are searched on a mixed cluster, the best by an outline"""
+    dealt_ranks: int = 512
+    """ranks of one copy of such pipelines, at most"""
     near_part: float = 1.1
     """times the best outline's time up to which they are"""
     part_sizes: int = 2

@@ -21,11 +21,16 @@ WORTH_IDLE = 0.2
 
 
 def copies_wanted(state: SearchState) -> bool:
-    """Whether the cluster is too large to be searched as a whole, and nothing asked for speaks against copies."""
+    """Whether the cluster is too large to be searched as a whole, and nothing asked for speaks against copies.
+
+    PP × DP of alike accelerators needs no copies where everything is tried (`replicate_pipelines`); of several
+    types it does.
+    """
     request = state.request
     free = request.stages is None and request.strategy == "exact" and not state.paper and not request.split_layers
     schedules = (None, "data-parallel", *REPLICATED)
     large = not state.thorough(len(state.profile.layers))
+    large = large or (mixed(state.cluster) and len(state.cluster) > state.tuning.whole_mixed)
     return large and free and request.schedule in schedules and state.cluster.topology == "full"
 
 

@@ -65,9 +65,7 @@ def _pairs(schedule: Schedule) -> list[tuple[int, int]]:
     return list(dict.fromkeys(met))
 
 
-def _links(
-    pairs: Sequence[tuple[int, int]], accelerators: Sequence[int], cluster: Cluster
-) -> tuple[object, ...]:
+def _links(pairs: Sequence[tuple[int, int]], accelerators: Sequence[int], cluster: Cluster) -> tuple[object, ...]:
     """What tells the times of two copies apart: the links between their stages."""
     found: list[object] = []
     for source, target in pairs:

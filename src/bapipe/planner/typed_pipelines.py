@@ -23,7 +23,15 @@ from bapipe.schedule.dealing import Dealing, deal_by_speed, deal_evenly, dealt_c
 from bapipe.schedule.generators import capped
 from bapipe.schedule.replicas import replicated_pipelines
 
-__all__ = ["TypedPipelines", "deal", "pipeline_ends", "pipelines_of_types", "stage_pace", "typed_candidate"]
+__all__ = [
+    "TypedPipelines",
+    "copies_allowed",
+    "deal",
+    "pipeline_ends",
+    "pipelines_of_types",
+    "stage_pace",
+    "typed_candidate",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +52,12 @@ class TypedPipelines:
         return self.copies * self.depth * len(self.types)
 
 
+def copies_allowed(numbers: Mapping[str, int], microbatches: int) -> list[int]:
+    """In how many copies there may be so many pipelines of each type: most first."""
+    most = min(max(numbers.values()), microbatches)
+    return [copies for copies in range(most, 0, -1) if microbatches % copies == 0]
+
+
 def pipelines_of_types(
     cluster: Cluster, depth: int, numbers: Mapping[str, int], microbatches: int
 ) -> Iterator[TypedPipelines]:
@@ -51,10 +65,10 @@ def pipelines_of_types(
 
     The most copies first: they have the fewest pipelines each. With one copy no pipeline is left over.
     """
-    own = {name: [index for index, item in enumerate(cluster.accelerators) if item.type == name] for name in numbers}
-    most = max(numbers.values())
-    allowed = [copies for copies in range(1, most + 1) if microbatches % copies == 0]
-    for copies in reversed(allowed):
+    own = {
+        name: [index for index, item in enumerate(cluster.accelerators) if item.type == name] for name in numbers
+    }
+    for copies in copies_allowed(numbers, microbatches):
         types, apart, near = [], [], []
         for name, number in numbers.items():
             each = number // copies

@@ -1,7 +1,7 @@
 """Pass: on a mixed cluster, pipelines of one type each that take micro-batches by their speed.
 
-The depth and the micro-batch size are chosen by outlines on the type that has most of the cluster's speed. The best
-are searched there, with no more memory than every type has, and their plans run on pipelines of all types.
+The depth and the micro-batch size are chosen by outlines on the type that has most of the cluster's speed. The
+best are searched there, with no more memory than every type has, and their plans run on pipelines of all types.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bapipe.planner.pipelines import FAMILIES
 from bapipe.planner.state import SearchState
 from bapipe.planner.typed_pipelines import (
     TypedPipelines,
+    copies_allowed,
     deal,
     pipeline_ends,
     pipelines_of_types,
@@ -122,10 +123,16 @@ def _depths(state: SearchState, counts: Numbers) -> Iterator[tuple[int, Numbers]
     speeds = _speeds(state, min(state.sizes))
     whole = sum(counts[name] * speeds[name] for name in counts)
     deepest = min(max(counts.values()), len(state.profile.layers))
-    used = [
-        sum(count // depth * depth * speeds[name] for name, count in counts.items()) / whole
-        for depth in range(1, deepest + 1)
-    ]
+    microbatches = state.global_batch // min(state.sizes)
+    used = []
+    for depth in range(1, deepest + 1):
+        numbers = {name: count // depth for name, count in counts.items()}
+        shares = []
+        for copies in copies_allowed(numbers, microbatches):
+            each = {name: number // copies for name, number in numbers.items()}
+            if depth * sum(each.values()) <= state.tuning.dealt_ranks:
+                shares.append(copies * depth * sum(number * speeds[name] for name, number in each.items()))
+        used.append(max(shares, default=0.0) / whole)
     for depth in range(1, deepest + 1):
         beside = used[int(depth / _BESIDE) : math.ceil(depth * _BESIDE)]
         if used[depth - 1] >= max(1 - WORTH_IDLE, max(beside) - _MORE_IDLE):
@@ -166,9 +173,7 @@ def _part(state: SearchState, base: SearchState, depth: int, copies: int) -> Par
     return Part(copies=copies, cluster=cluster, apart=apart, near=near)
 
 
-def _plans(
-    state: SearchState, base: SearchState, depth: int, numbers: Numbers, size: int
-) -> list[Candidate]:
+def _plans(state: SearchState, base: SearchState, depth: int, numbers: Numbers, size: int) -> list[Candidate]:
     """The best plans of one pipeline of the type that run in copies."""
     share = _share(state, base, depth, numbers, size)
     most = max(1, state.tuning.whole_actions // depth)
@@ -181,7 +186,8 @@ def _plans(
             run(share)
     except BaPipeError:
         return []
-    return [candidate for candidate in copyable(share) if unreplicated(candidate.stages)]
+    found = [candidate for candidate in copyable(share) if unreplicated(candidate.stages)]
+    return found[: state.tuning.dealt_plans]
 
 
 def _deal_to_fewer(state: SearchState, plan: Candidate, depth: int, numbers: Numbers) -> None:
@@ -244,8 +250,9 @@ def _deal(state: SearchState, plan: Candidate, depth: int, numbers: Numbers) -> 
         found[dealing] = dealt(dealing, near=False)
         fill = _measured_fill(found[dealing], pipelines, each)
     nodes = {cluster.place(index) for index in range(len(cluster))}
-    if len(nodes) > 1 and len(pipelines) > depth:
-        dealt(min(found, key=lambda dealing: found[dealing].time), near=True)
+    fastest = min(found, key=lambda dealing: found[dealing].time)
+    if len(nodes) > 1 and len(pipelines) > depth and found[fastest] is state.incumbents.best:
+        dealt(fastest, near=True)
 
 
 def _measured_fill(

@@ -93,9 +93,7 @@ class _LayerSearch:
         rates = [own.throughput for own in known if own is not None and own.short is None]
         return (1 - self._state.tuning.search_gain) / max(rates) if rates else math.inf
 
-    def try_start(
-        self, start: _Start, *, below: float | None = None, always: bool = False
-    ) -> Evaluation | None:
+    def try_start(self, start: _Start, *, below: float | None = None, always: bool = False) -> Evaluation | None:
         """The start made to fit, if that is faster than all others, or `below` so many seconds per sample; with
         `always` whatever is spent."""
         candidate = start.candidate

@@ -24,7 +24,7 @@ from bapipe.planner.pipelines import FAMILIES, Family, build, optimal, permitted
 from bapipe.planner.request import Request
 from bapipe.planner.state import SearchState
 
-__all__ = ["copy_parts", "copyable", "outlines"]
+__all__ = ["copy_parts", "copyable", "family_of_plan", "outlines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,6 +131,13 @@ def outlines(state: SearchState, share: SearchState, part: Part, size: int) -> I
                 yield found
 
 
+def family_of_plan(request: Request, candidate: Candidate) -> Family | None:
+    """The family of schedules that makes the plan of a part for other numbers of micro-batches; None: data
+    parallelism."""
+    name = candidate.schedule.name
+    return replace(FAMILIES[name], cap=request.cap if name == "1f1b" else None) if name in FAMILIES else None
+
+
 def _families(request: Request, *, several_types: bool = False) -> list[Family]:
     """The schedules that sizes of parts are compared by: what is asked for, or a few that fill their bubbles, hold
     little or may recompute."""
@@ -167,8 +174,7 @@ def _on_fewer_parts(state: SearchState, part: Part, candidate: Candidate) -> Non
     """
     chain = candidate.chain
     microbatches, own = state.global_batch // chain.microbatch, replace(state.hardware, cluster=part.cluster)
-    family = FAMILIES.get(candidate.schedule.name)
-    copies = part.copies
+    family, copies = family_of_plan(state.request, candidate), part.copies
     while copies > 1:
         copies = max(number for number in range(1, copies // 2 + 1) if microbatches % number == 0)
         best, each = state.incumbents.best, microbatches // copies

@@ -18,10 +18,9 @@ from bapipe.planner.candidate import Candidate, unreplicated
 from bapipe.planner.cluster_parts import WORTH_IDLE, Part, copies_wanted, mixed
 from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.outline import Outline
-from bapipe.planner.passes.copy_parts import copyable, outlines
+from bapipe.planner.passes.copy_parts import copyable, family_of_plan, outlines
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.try_sizes import try_sizes
-from bapipe.planner.pipelines import FAMILIES
 from bapipe.planner.state import SearchState
 from bapipe.planner.typed_pipelines import (
     TypedPipelines,
@@ -216,7 +215,7 @@ def _deal(state: SearchState, plan: Candidate, depth: int, numbers: Numbers) -> 
     if pipelines is None:
         return
     each, fill = stage_pace(chain, plan.stages, cluster, list(numbers))
-    family = FAMILIES[plan.schedule.name] if len(plan.stages) > 1 else None
+    family = family_of_plan(state.request, plan)
     own = microbatches // pipelines.copies
 
     def dealt(dealing: Dealing, *, near: bool) -> Evaluation:

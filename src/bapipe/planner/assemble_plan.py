@@ -163,13 +163,18 @@ def _replicas(best: Evaluation, index: int, found: Exploration) -> tuple[PlanRep
     if not own and not schedule.dealing_of(index):
         return None
     cluster, held = found.hardware.cluster, best.timeline.peak_in_flight_by_rank()
+    copies, dealt = best.candidate.copies, best.candidate.schedule.microbatch_counts(index)
+    simulated = schedule.num_ranks // best.candidate.schedule.num_ranks
+    rows = replica_rows(chain, choice, cluster)
+    known = {row: stage_seconds(chain, [(choice.first, choice.last)], [{row}]) for row in set(rows)}
     replicas = []
-    for place, row in enumerate(replica_rows(chain, choice, cluster)):
-        seconds = stage_seconds(chain, [(choice.first, choice.last)], [{row}])
+    for number, row in enumerate(rows):
+        seconds, replica = known[row], number // copies
+        place = replica * simulated  # of the first copy, which is as all others
         rank = schedule.placement[index][place]
         replicas.append(
             PlanReplica(
-                microbatches=schedule.microbatch_counts(index)[place],
+                microbatches=dealt[replica],
                 forward=float(seconds.forward[0]),
                 backward=float(seconds.backward[0]),
                 weight_gradient=float(seconds.weight_gradient[0]),
@@ -177,7 +182,7 @@ def _replicas(best: Evaluation, index: int, found: Exploration) -> tuple[PlanRep
                 update=own[place].update if own else best.costs.update[index],
                 in_flight=float(held[rank]),
                 memory_bytes=best.rank_peaks[rank].total,
-                memory_capacity=cluster.type_of(choice.accelerators[place]).memory,
+                memory_capacity=cluster.type_of(choice.accelerators[number]).memory,
             )
         )
     return tuple(replicas)

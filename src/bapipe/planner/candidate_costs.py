@@ -61,10 +61,18 @@ def stage_costs(candidate: Candidate, hardware: Hardware) -> Costs:
     return _costs(candidate, hardware, seconds_of(candidate.chain, candidate.stages, hardware.cluster), None)
 
 
-def run_costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds | None = None) -> Costs:
-    """What each action takes as its schedule runs it: without a flush the optimizer steps in each backward."""
+def run_costs(
+    candidate: Candidate, hardware: Hardware, seconds: StageSeconds | None = None, *, simulated: int = 1
+) -> Costs:
+    """What each action takes as its schedule runs it: without a flush the optimizer steps in each backward.
+
+    Of the candidate's copies so many are `simulated` (`stand_ins`).
+    """
     seconds = seconds or seconds_of(candidate.chain, candidate.stages, hardware.cluster)
     costs = _costs(candidate, hardware, seconds, candidate.schedule)
+    if simulated > 1 and costs.replicas is not None:
+        all_of = tuple(tuple(own for own in each for _ in range(simulated)) for each in costs.replicas)
+        costs = replace(costs, replicas=all_of)
     if candidate.engine == "fsdp":
         return _fsdp_costs(candidate, hardware, costs)
     if candidate.zero:
@@ -147,13 +155,13 @@ def _replica_costs(
 ) -> tuple[tuple[ReplicaCosts, ...], ...] | None:
     """Of stages whose replicas are of several types what each takes; None where there are none.
 
-    Copies of a part of the cluster are alike.
+    Copies of a part of the cluster are alike: those of the first.
     """
-    if candidate.copies > 1 or len(candidate.chain.types) == 1:
+    if len(candidate.chain.types) == 1:
         return None
     found = []
     for stage, more in zip(candidate.stages, summing, strict=True):
-        rows = replica_rows(candidate.chain, stage, cluster)
+        rows = replica_rows(candidate.chain, stage, cluster)[:: candidate.copies]
         span = (stage.first, stage.last)
         each = {row: _alone(stage_seconds(candidate.chain, [span], [{row}]), more) for row in set(rows)}
         found.append(tuple(each[row] for row in rows) if len(each) > 1 else ())

@@ -14,19 +14,29 @@ from bapipe.planner.candidate import Candidate
 from bapipe.planner.hybrids import REPLICATED
 from bapipe.planner.state import SearchState
 
-__all__ = ["Part", "copies_on", "copies_wanted", "parts_of"]
+__all__ = ["WORTH_IDLE", "Part", "copies_on", "copies_wanted", "mixed", "parts_of"]
 
-_WORTH_IDLE = 0.2
+WORTH_IDLE = 0.2
 """share of the accelerators that may be left over for a division to be tried"""
 
 
 def copies_wanted(state: SearchState) -> bool:
-    """Whether the cluster is too large to be searched as a whole, and nothing asked for speaks against copies."""
+    """Whether the cluster is too large to be searched as a whole, and nothing asked for speaks against copies.
+
+    PP × DP of alike accelerators needs no copies where everything is tried (`replicate_pipelines`); of several
+    types it does.
+    """
     request = state.request
     free = request.stages is None and request.strategy == "exact" and not state.paper and not request.split_layers
     schedules = (None, "data-parallel", *REPLICATED)
     large = not state.thorough(len(state.profile.layers))
+    large = large or (mixed(state.cluster) and len(state.cluster) > state.tuning.whole_mixed)
     return large and free and request.schedule in schedules and state.cluster.topology == "full"
+
+
+def mixed(cluster: Cluster) -> bool:
+    """Whether there are accelerators of several types."""
+    return len({item.type for item in cluster.accelerators}) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +54,15 @@ class Part:
     def __len__(self) -> int:
         return len(self.cluster)
 
+    def first(self, copies: int) -> Part:
+        """The first of these parts alone."""
+        return replace(
+            self,
+            copies=copies,
+            apart=tuple(row[:copies] for row in self.apart),
+            near=tuple(row[:copies] for row in self.near),
+        )
+
 
 def parts_of(cluster: Cluster, global_batch: int) -> Iterator[Part]:
     """The divisions of the cluster into equal parts that divide the global batch too, the smallest parts first.
@@ -60,7 +79,7 @@ def parts_of(cluster: Cluster, global_batch: int) -> Iterator[Part]:
     for copies in range(most, 0, -1):
         takes = tuple(len(own) // copies for own in kinds.values())
         used = copies * sum(takes)
-        if global_batch % copies or used < (1 - _WORTH_IDLE) * len(cluster) or takes in seen:
+        if global_batch % copies or used < (1 - WORTH_IDLE) * len(cluster) or takes in seen:
             continue
         seen.add(takes)
         yield _part(cluster, copies, list(zip(kinds.values(), takes, strict=True)))
@@ -88,13 +107,10 @@ def copies_on(part: Part, candidate: Candidate, *, near: bool = False) -> Candid
 
     Pipelines keep to few nodes, or with `near` the replicas of each stage do.
     """
-    if part.copies == 1:
-        return candidate
     places = part.near if near else part.apart
     stages = tuple(
         replace(stage, accelerators=tuple(place for own in stage.accelerators for place in places[own]))
         for stage in candidate.stages
     )
-    return replace(
-        candidate, label=f"{candidate.label}, {part.copies} replicas", stages=stages, steps=(), copies=part.copies
-    )
+    label = candidate.label if part.copies == 1 else f"{candidate.label}, {part.copies} replicas"
+    return replace(candidate, label=label, stages=stages, steps=(), copies=part.copies)

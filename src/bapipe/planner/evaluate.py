@@ -83,11 +83,12 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
     """Simulate the candidate and weigh its memory. Linear in its actions, of copies in those of few."""
     schedule, copies = as_run(candidate), candidate.copies
     seconds = seconds_of(candidate.chain, candidate.stages, hardware.cluster)
-    costs = run_costs(candidate, hardware, seconds)
     ranks = accelerators_of_ranks(candidate)
     crowding: Mapping[object, float] = {}
     if copies > 1:
         schedule, ranks, crowding = stand_ins(schedule, ranks, copies, hardware.cluster)
+    simulated = schedule.num_ranks // candidate.schedule.num_ranks
+    costs = run_costs(candidate, hardware, seconds, simulated=simulated)
     timeline = simulate(schedule, costs, network_of(hardware.cluster, ranks, schedule, crowding))
     needed = stages_bytes(candidate.chain, [(stage.first, stage.last) for stage in candidate.stages], schedule)
     copies_held, copies_stepping = hardware.stage_copies(candidate)
@@ -103,9 +104,8 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         peaks = [_engine_peak(candidate, hardware, needed[0])] * len(peaks)
     capacity, fullest = [], []
     for stage, placed in zip(candidate.stages, schedule.placement, strict=True):
-        rooms = [hardware.cluster.type_of(index).memory for index in stage.accelerators]
-        if copies > 1:
-            rooms = [min(rooms)] * len(placed)
+        rooms = [hardware.cluster.type_of(index).memory for index in stage.accelerators[::copies]]
+        rooms = [room for room in rooms for _ in range(simulated)]
         # The replica that lacks most, or has least to spare.
         at = max(range(len(placed)), key=lambda place: (peaks[placed[place]].total - rooms[place], -place))
         capacity.append(rooms[at])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware
 from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.incumbents import rank
@@ -21,15 +23,25 @@ def idle_note(
     idle = total - _used(best.candidate)
     if not idle:
         return None
-    return f"{idle} of {total} accelerators are idle: {_why(best, considered, total, request)}"
+    return f"{idle} of {total} accelerators are idle: {_why(best, considered, hardware, request)}"
 
 
 def _used(candidate: Candidate) -> int:
     return len({index for stage in candidate.stages for index in stage.accelerators})
 
 
-def _why(best: Evaluation, considered: Sequence[Evaluation], total: int, request: Request) -> str:
-    candidate = best.candidate
+def _left_over(candidate: Candidate, cluster: Cluster) -> str:
+    """Where replicas of the pipeline are of different types, how many accelerators of each type none takes."""
+    kinds = [{cluster.accelerators[index].type for index in stage.accelerators} for stage in candidate.stages]
+    if min(map(len, kinds)) < 2:
+        return ""
+    used = {index for stage in candidate.stages for index in stage.accelerators}
+    left = Counter(item.type for index, item in enumerate(cluster.accelerators) if index not in used)
+    return " and ".join(f"{count} {name}" for name, count in left.items())
+
+
+def _why(best: Evaluation, considered: Sequence[Evaluation], hardware: Hardware, request: Request) -> str:
+    candidate, total = best.candidate, len(hardware.cluster)
     if request.stages is not None:
         return f"--stages {request.stages} asks for a pipeline of as many accelerators"
     everywhere = [own for own in considered if _used(own.candidate) == total]
@@ -38,6 +50,11 @@ def _why(best: Evaluation, considered: Sequence[Evaluation], total: int, request
         fastest = max(fitting, key=lambda own: own.throughput)
         slower = best.throughput / fastest.throughput - 1
         return f"on all, the fastest plan ({fastest.candidate.label}) is {slower:.1%} slower"
+    left_over = _left_over(candidate, hardware.cluster)
+    if left_over:
+        return (
+            f"each replica takes {len(candidate.stages)} accelerators of one type, and {left_over} are left over"
+        )
     if candidate.copies > 1:
         each = _used(candidate) // candidate.copies
         return (

@@ -22,7 +22,7 @@ __all__ = ["fitted_by_layers", "without_recomputation"]
 _TRIES = 6
 """times that a choice is simulated and corrected"""
 _SAFE = 1 + 1e-9
-_NAMED = re.compile(r", (\d+ )?recomputing$| with recomputation|, \d+ layers? recomput\w+$")
+_NAMED = re.compile(r", (\d+ )?recomputing(?=,|$)| with recomputation|, \d+ layers? recomput\w+$")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -132,7 +132,10 @@ class Scenarios:
                 staged = (id(own), candidate.stages, schedule.flushes, schedule.dealing, *how)
                 placed = (ranks, schedule.placement, schedule.dealing)
                 if staged not in timed:
-                    timed[staged] = run_costs(replace(candidate, chain=chains[id(own)]), changed)
+                    simulated = schedule.num_ranks // candidate.schedule.num_ranks
+                    timed[staged] = run_costs(
+                        replace(candidate, chain=chains[id(own)]), changed, simulated=simulated
+                    )
                 if placed not in routed:
                     routed[placed] = network_of(changed.cluster, ranks, schedule, evaluation.crowding)
                 costs[index].append(timed[staged])

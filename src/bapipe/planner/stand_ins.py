@@ -29,27 +29,28 @@ def stand_ins(
     """
     own = [tuple(ranks[copy::copies]) for copy in range(copies)]
     kinds: dict[tuple[object, ...], int] = {}
+    pairs = _pairs(schedule)
     for copy, accelerators in enumerate(own):
-        kinds.setdefault(_links(schedule, accelerators, cluster), copy)
+        kinds.setdefault(_links(pairs, accelerators, cluster), copy)
     chosen = sorted(kinds.values())
     if len(chosen) == 1:
         chosen.append(next(copy for copy in range(copies) if copy != chosen[0]))
     if cluster.bus_bandwidth is not None:
         chosen = _on_their_nodes(chosen, own, cluster)
     together = replicated_pipelines([schedule] * len(chosen))
-    crowding = _crowding(schedule, own, chosen, cluster)
+    crowding = _crowding(pairs, own, chosen, cluster)
     return together, tuple(own[copy][rank] for rank in range(schedule.num_ranks) for copy in chosen), crowding
 
 
 def _crowding(
-    schedule: Schedule, own: Sequence[Sequence[int]], chosen: Sequence[int], cluster: Cluster
+    pairs: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], chosen: Sequence[int], cluster: Cluster
 ) -> dict[object, float]:
     """Transfers over the busiest uplink of each level, for one of the chosen copies over each uplink."""
     if not any(level.uplink is not None for level in cluster.levels):
         return {}
 
     def crossing(copies: Iterable[int]) -> Counter[tuple[object, ...]]:
-        ends = (pair for copy in copies for pair in _pairs(schedule, own[copy]))
+        ends = ((own[copy][source], own[copy][target]) for copy in copies for source, target in pairs)
         return Counter(key for pair in ends for way in (pair, pair[::-1]) for key, _ in cluster.uplinks(*way))
 
     busiest: dict[object, int] = {}
@@ -58,20 +59,17 @@ def _crowding(
     return {key: busiest[key[1]] / count for key, count in crossing(chosen).items()}
 
 
-def _pairs(schedule: Schedule, accelerators: Sequence[int]) -> list[tuple[int, int]]:
-    """The accelerators of neighbouring stages that may talk to each other."""
-    return [
-        (accelerators[source], accelerators[target])
-        for ahead, behind in zip(schedule.placement[:-1], schedule.placement[1:], strict=True)
-        for source in ahead
-        for target in behind
-    ]
+def _pairs(schedule: Schedule) -> list[tuple[int, int]]:
+    """The ranks of neighbouring stages that talk to each other."""
+    met = (pair for boundary in range(schedule.num_stages - 1) for pair in schedule.meetings(boundary))
+    return list(dict.fromkeys(met))
 
 
-def _links(schedule: Schedule, accelerators: Sequence[int], cluster: Cluster) -> tuple[object, ...]:
+def _links(pairs: Sequence[tuple[int, int]], accelerators: Sequence[int], cluster: Cluster) -> tuple[object, ...]:
     """What tells the times of two copies apart: the links between their stages."""
     found: list[object] = []
-    for one, other in _pairs(schedule, accelerators):
+    for source, target in pairs:
+        one, other = accelerators[source], accelerators[target]
         same_node = cluster.accelerators[one].node == cluster.accelerators[other].node
         found += [cluster.link(one, other), same_node]
     return tuple(found)

@@ -48,6 +48,8 @@ class SearchState:
     sizes: tuple[int, ...]
     """micro-batch sizes that the profile and the global batch allow"""
     tuning: Tuning = DEFAULT_TUNING
+    to_copy: bool = False
+    """whether only plans are looked for that run in several replicas"""
     explain: bool = False
     """whether the paper's exploration is recorded too"""
     errors: Errors = field(default_factory=Errors)
@@ -133,7 +135,9 @@ class SearchState:
         if self.incumbents.is_new(candidate):
             self.incumbents.add(family, evaluate(candidate, self.hardware))
 
-    def narrowed(self, request: Request, *, sizes: tuple[int, ...], cluster: Cluster | None = None) -> SearchState:
+    def narrowed(
+        self, request: Request, *, sizes: tuple[int, ...], cluster: Cluster | None = None, to_copy: bool = False
+    ) -> SearchState:
         """A search of its own for another request, on the same cluster or a part of it; nothing is found yet."""
         hardware = self.hardware if cluster is None else replace(self.hardware, cluster=cluster)
         alike = _types(hardware.cluster) == _types(self.cluster)
@@ -144,6 +148,7 @@ class SearchState:
             global_batch=request.global_batch or self.global_batch,
             sizes=sizes,
             tuning=self.tuning,
+            to_copy=to_copy,
             chains=self.chains if alike else {},
         )
 

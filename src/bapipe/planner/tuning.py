@@ -22,9 +22,17 @@ class Tuning:
     whole_actions: int = 120_000
     """accelerators · micro-batches up to which a cluster beyond that is also searched as one pipeline, and a part
     of it as a cluster of its own"""
+    whole_mixed: int = 16
+    """accelerators of several types up to which a cluster is not divided, unless it is beyond `thorough_size`"""
     searched_parts: int = 2
     """sizes of a part of such a cluster that are searched as clusters of their own, the best by an outline; the
     smallest that fits always is"""
+    searched_depths: int = 3
+    """depths of pipelines of one type each that are searched on a mixed cluster, the best by an outline"""
+    dealt_ranks: int = 128
+    """ranks of one copy of such pipelines, at most"""
+    dealt_plans: int = 2
+    """plans of one depth and micro-batch size that such pipelines run, each of another schedule"""
     near_part: float = 1.1
     """times the best outline's time up to which they are"""
     part_sizes: int = 2

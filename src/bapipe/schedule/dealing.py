@@ -11,6 +11,7 @@ Of K micro-batches in a row a replica takes a share, and holds no more than that
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ from bapipe.errors import ScheduleError
 __all__ = [
     "Dealing",
     "Ints",
+    "copied_dealing",
     "deal_by_speed",
     "deal_evenly",
     "dealt_counts",
@@ -87,10 +89,17 @@ def least_shared(dealing: Dealing, replicas: int, held: int) -> int:
     """The least number in flight of which the share of every replica is so many."""
     if not dealing:
         return held * replicas
-    length = held
-    while min(most_in_a_row(dealing, replicas, replica, length) for replica in range(replicas)) < held:
-        length += 1
-    return length
+    least = held
+    for replica in range(replicas):
+        if most_in_a_row(dealing, replicas, replica, least) < held:
+            # The more in a row, the more are its own: all of its next `held` at the latest.
+            most = held * len(dealing)
+            least += bisect.bisect_left(
+                range(least, most),
+                held,
+                key=lambda length, own=replica: most_in_a_row(dealing, replicas, own, length),
+            )
+    return least
 
 
 def widest_span(dealing: Dealing, replicas: int, replica: int, count: int) -> int:
@@ -103,13 +112,22 @@ def widest_span(dealing: Dealing, replicas: int, replica: int, count: int) -> in
     return int(rounds * len(dealing) + (later - own).max())
 
 
-def deal_by_speed(seconds: Sequence[float], microbatches: int) -> Dealing:
+def copied_dealing(dealing: Dealing, copies: int) -> Dealing:
+    """The dealing of so many copies of a stage that deals so, where micro-batches go to the copies in turn.
+
+    Replica i of copy k has place i · copies + k among all.
+    """
+    return tuple(replica * copies + copy for replica in dealing for copy in range(copies))
+
+
+def deal_by_speed(seconds: Sequence[float], microbatches: int, *, fill: Sequence[float] | None = None) -> Dealing:
     """Each micro-batch to the replica that would end it first, given what one takes on each.
 
-    No other dealing ends the last one sooner. In turn where that gives every replica as many. Cost:
-    O(M log r).
+    No other dealing ends the last one sooner. In turn where that gives every replica as many. Where replicas are
+    whole pipelines, `fill` has the seconds that each takes besides. Cost: O(M log r).
     """
-    ends = [(own, replica) for replica, own in enumerate(seconds)]
+    first = [0.0] * len(seconds) if fill is None else fill
+    ends = [(more + own, replica) for replica, (own, more) in enumerate(zip(seconds, first, strict=True))]
     heapq.heapify(ends)
     dealt = []
     for _ in range(microbatches):

@@ -17,6 +17,7 @@ from bapipe.schedule.actions import Lane, Schedule
 from bapipe.schedule.dealing import (
     Dealing,
     Ints,
+    copied_dealing,
     dealt_counts,
     least_shared,
     own_microbatches,
@@ -30,7 +31,8 @@ def replicated_pipelines(pipelines: Sequence[Schedule], dealing: Dealing = ()) -
     """As many replicas of a pipeline, each on ranks of its own; micro-batches are dealt to them in turn, or so.
 
     In turn, the first ones have a micro-batch more where these do not go round. What is on rank i of a pipeline is
-    on the ranks i·r to i·r + r − 1; a stage that has replicas of its own then has r times as many.
+    on the ranks i·r to i·r + r − 1; a stage that has replicas of its own then has r times as many, and deals to
+    those of each pipeline as that does, which must then all be alike.
     """
     first, count = pipelines[0], len(pipelines)
     if first.num_ranks < first.num_stages:
@@ -46,6 +48,10 @@ def replicated_pipelines(pipelines: Sequence[Schedule], dealing: Dealing = ()) -
     ):
         how = "as the dealing has it" if dealing else "dealt in turn"
         raise BaPipeError(f"replicas of a pipeline are of one name and shape, with micro-batches {how}")
+    if first.dealing is not None and any(
+        (item.dealing, item.num_microbatches) != (first.dealing, first.num_microbatches) for item in pipelines
+    ):
+        raise BaPipeError(f"replicas of {first.name} that deal micro-batches to replicas of their own are alike")
     own = [own_microbatches(dealing, count, replica, total) for replica in range(count)]
     lanes = [
         _dealt(lane, count, replica, own[replica]) for replica, item in enumerate(pipelines) for lane in item.lanes
@@ -60,8 +66,16 @@ def replicated_pipelines(pipelines: Sequence[Schedule], dealing: Dealing = ()) -
         placement=_placed(first, count),
         lanes=tuple(sorted(lanes, key=lambda lane: lane.rank)),
         caps=tuple(caps) or None,
-        dealing=(dealing,) * first.num_stages if dealing else None,
+        dealing=(dealing,) * first.num_stages if dealing else _inner_dealing(first, count),
     )
+
+
+def _inner_dealing(pipeline: Schedule, count: int) -> tuple[Dealing, ...] | None:
+    """How the stages of so many replicas deal where the pipeline's own do not deal in turn."""
+    if pipeline.dealing is None:
+        return None
+    known = {dealing: copied_dealing(dealing, count) for dealing in pipeline.dealing}
+    return tuple(known[dealing] for dealing in pipeline.dealing)
 
 
 def first_replica(pipeline: Schedule, count: int) -> Schedule:
@@ -78,6 +92,7 @@ def first_replica(pipeline: Schedule, count: int) -> Schedule:
             for lane in pipeline.lanes
         ),
         caps=None if pipeline.caps is None else tuple(cap * count for cap in pipeline.caps),
+        dealing=_inner_dealing(pipeline, count),
     )
 
 

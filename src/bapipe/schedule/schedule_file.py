@@ -14,7 +14,7 @@ import numpy as np
 from bapipe.errors import FileFormatError, ScheduleError
 from bapipe.io.files import dump_json, read_text, read_versioned, unless_default, write_text
 from bapipe.schedule.actions import Action, Concurrency, Kind, Lane, Schedule, Sending
-from bapipe.schedule.dealing import require_dealing
+from bapipe.schedule.dealing import copied_dealing, require_dealing
 from bapipe.schedule.replicas import first_replica
 
 __all__ = [
@@ -60,7 +60,7 @@ class ScheduleFile:
     its rank and its micro-batches plus k; placement, caps and microbatches are those of all"""
     dealing: tuple[tuple[int, ...], ...] | None = unless_default(None)
     """for each stage, which of its replicas take which micro-batches, over and over; empty: in turn; not written
-    where all stages deal in turn"""
+    where all stages deal in turn. Of copies, which take micro-batches in turn, that of one"""
     lanes: tuple[LaneFile, ...]
 
     @classmethod
@@ -139,24 +139,32 @@ class ScheduleFile:
             concurrency=self.concurrency,
             weight_versions=self.weight_versions,
             flushes=self.flushes,
-            dealing=self.dealing,
+            dealing=self._whole_dealing(),
         )
+
+    def _whole_dealing(self) -> tuple[tuple[int, ...], ...] | None:
+        """How micro-batches are dealt to the replicas of all copies."""
+        if self.dealing is None or self.copies == 1:
+            return self.dealing
+        known = {own: copied_dealing(own, self.copies) for own in self.dealing}
+        return tuple(known[own] for own in self.dealing)
 
     def _require_dealing(self) -> None:
         if self.dealing is None:
             return
-        if len(self.dealing) != self.stages or self.copies > 1:
+        if len(self.dealing) != self.stages:
             raise ScheduleError(
-                f"dealing must list the replicas of each of {self.stages} stages of one pipeline, got "
-                f"{len(self.dealing)} lists and {self.copies} copies; correct it"
+                f"dealing must list the replicas of each of {self.stages} stages, got {len(self.dealing)} lists; "
+                "correct it"
             )
         for stage, own in enumerate(self.dealing):
-            require_dealing(own, len(self.placement[stage]), self.microbatches, stage=stage)
+            replicas, microbatches = len(self.placement[stage]) // self.copies, self.microbatches // self.copies
+            require_dealing(own, replicas, microbatches, stage=stage)
 
 
 def _of_copies(schedule: Schedule, copies: int) -> ScheduleFile:
     """So many replicas of a pipeline, by the lanes of the first."""
-    return replace(ScheduleFile.of(first_replica(schedule, copies)), copies=copies)
+    return replace(ScheduleFile.of(first_replica(schedule, copies)), copies=copies, dealing=schedule.dealing)
 
 
 def _copied(lane: Lane, copies: int) -> list[Lane]:

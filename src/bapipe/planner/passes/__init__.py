@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from bapipe.planner.passes.choose_sizes import choose_sizes
 from bapipe.planner.passes.copy_parts import copy_parts
+from bapipe.planner.passes.deal_pipelines import deal_pipelines
 from bapipe.planner.passes.estimates import estimate_alternatives
 from bapipe.planner.passes.paper_steps import record_paper_steps
 from bapipe.planner.passes.recompute_layers import recompute_layers
@@ -25,7 +26,8 @@ PASSES: tuple[Callable[[SearchState], None], ...] = (
     try_sizes,  # at each, data parallelism and under each schedule every partition: the best of every family
     reorder_pipelines,  # zero-bubble orders made for the best pipelines' times
     replicate_pipelines,  # PP × DP of pipelines that are planned for a share of the accelerators
-    copy_parts,  # on a large cluster, copies of a plan that is searched for a part of it
+    deal_pipelines,  # on a mixed cluster, pipelines of one type each that take micro-batches by their speed
+    copy_parts,  # on a large one, copies of a plan that is searched for a part of it, on as many parts as it pays
     search_cuts,  # what only the simulator finds: cuts, orders of accelerators, replicas, in-flight counts
     recompute_layers,  # where memory lacks, the layers whose forward is repeated
     share_states,  # ZeRO-1: the same with optimizer states shared by the replicas of a stage

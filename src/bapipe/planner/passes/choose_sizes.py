@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from bapipe.planner.cluster_parts import copies_wanted
+from bapipe.planner.cluster_parts import copies_wanted, mixed
 from bapipe.planner.data_parallel import at_global_batch
 from bapipe.planner.evaluate import evaluate
 from bapipe.planner.exact_stages import exact_stages
@@ -19,12 +19,15 @@ def choose_sizes(state: SearchState) -> None:
 
     The exact strategy keeps a single one of a large problem: the one at which a pipeline without replicas or data
     parallelism is fastest. Where copies of a part's plan are tried instead (`copy_parts`), it keeps none at which
-    a pipeline over all accelerators has very many actions.
+    a pipeline over all accelerators has very many actions, and of several types of accelerators, which take long
+    to put in order, none if there are more of them than layers.
     """
     ordered = sorted(state.sizes, key=lambda size: state.perfect_time(state.chain(size)))
     if not state.thorough(len(state.profile.layers)) and state.request.strategy == "exact":
         if copies_wanted(state):
             ordered = [size for size in ordered if _actions(state, size) <= state.tuning.whole_actions]
+            if mixed(state.cluster) and len(state.cluster) > len(state.profile.layers):
+                ordered = []
         times = {size: _quick_time(state, size) for size in ordered}
         ordered = [min(times, key=lambda size: (times[size], size))] if times else []
     state.tried_sizes = tuple(ordered)

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from bapipe.costs.stage_memory import UnitBytes
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.planner.candidate import Candidate, StageChoice
-from bapipe.planner.cluster_parts import Part, copies_on, copies_wanted, parts_of
+from bapipe.planner.cluster_parts import Part, copies_on, copies_wanted, mixed, parts_of
 from bapipe.planner.data_parallel import data_parallel_candidate
 from bapipe.planner.evaluate import evaluate
 from bapipe.planner.hybrids import REPLICATED
 from bapipe.planner.outline import Outline, outline
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.try_sizes import try_sizes
-from bapipe.planner.pipelines import FAMILIES, Family, optimal, permitted
+from bapipe.planner.pipelines import FAMILIES, Family, build, optimal, permitted
 from bapipe.planner.request import Request
 from bapipe.planner.state import SearchState
 
-__all__ = ["copy_parts"]
+__all__ = ["copy_parts", "copyable", "family_of_plan", "outlines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,13 +37,8 @@ class _Trial:
 
 
 def copy_parts(state: SearchState) -> None:
-    """Add copies of the best plans for parts of a large cluster, and data parallelism over all of it.
-
-    Outlines of mixed parts take long, because types may follow one another in any order; so a mixed cluster that
-    was searched as a whole is not divided.
-    """
-    mixed = len({item.type for item in state.cluster.accelerators}) > 1
-    if not copies_wanted(state) or (mixed and state.tried_sizes):
+    """Add copies of the best plans for parts of a large cluster, and data parallelism over all of it."""
+    if not copies_wanted(state):
         return
     trials = list(_trials(state))
     fitting = sorted((trial for trial in trials if trial.found.fits), key=lambda trial: trial.found.time)
@@ -51,12 +46,14 @@ def copy_parts(state: SearchState) -> None:
         for trial in trials[-1:]:
             state.incumbents.add(_family(trial.found.evaluation.candidate), trial.found.evaluation)
         return
-    within = state.tuning.near_part * fitting[0].found.time
-    near = [trial for trial in fitting if trial.found.time <= within]
+    best = state.incumbents.best
+    fastest = fitting[0].found.time if best is None else min(best.time, fitting[0].found.time)
+    near = [trial for trial in fitting if trial.found.time <= state.tuning.near_part * fastest]
     parts = list(dict.fromkeys(trial.part for trial in near))[: state.tuning.searched_parts]
-    # The smallest part is quickly searched, and other schedules and cuts may suit it better than the outlined.
-    smallest = min((trial.part for trial in fitting), key=len)
-    for part in dict.fromkeys([*parts, smallest]):
+    if not mixed(state.cluster):
+        # The smallest is quickly searched, and other schedules and cuts may suit it better than the outlined.
+        parts.append(min((trial.part for trial in fitting), key=len))
+    for part in dict.fromkeys(parts):
         sizes = list(dict.fromkeys(trial.size for trial in fitting if trial.part is part))
         _search_part(state, part, tuple(sizes[: state.tuning.part_sizes]))
 
@@ -64,8 +61,9 @@ def copy_parts(state: SearchState) -> None:
 def _trials(state: SearchState) -> Iterator[_Trial]:
     """Outlines of pipelines on parts of every size; ends where larger parts have stopped to be faster."""
     fastest, slower = float("inf"), 0
+    enough = 1 if mixed(state.cluster) else state.tuning.slower_parts
     for part in parts_of(state.cluster, state.global_batch):
-        if len(part) > len(state.profile.layers) or slower == state.tuning.slower_parts:
+        if len(part) > len(state.profile.layers) or slower == enough:
             break
         if not _may_fit(state, part):
             continue
@@ -95,13 +93,13 @@ def _of_part(state: SearchState, part: Part) -> Iterator[_Trial]:
     for size in sorted(share.sizes, key=lambda size: share.perfect_time(share.chain(size))):
         if share.perfect_time(share.chain(size)) >= fastest:
             break
-        for found in _outlines(state, share, part, size):
+        for found in outlines(state, share, part, size):
             yield _Trial(part=part, size=size, found=found)
             if found.fits:
                 fastest = min(fastest, found.time)
 
 
-def _outlines(state: SearchState, share: SearchState, part: Part, size: int) -> Iterator[Outline]:
+def outlines(state: SearchState, share: SearchState, part: Part, size: int) -> Iterator[Outline]:
     chain, microbatches, request = share.chain(size), share.global_batch // size, state.request
     if len(part) == 1:
         if request.schedule in (None, "data-parallel"):
@@ -109,7 +107,7 @@ def _outlines(state: SearchState, share: SearchState, part: Part, size: int) -> 
             evaluation = evaluate(candidate, state.hardware)
             yield Outline(time=evaluation.time, evaluation=evaluation)
         return
-    for family in _families(request):
+    for family in _families(request, several_types=mixed(part.cluster)):
         tried: list[list[StageChoice]] = []
         for link in part.cluster.stage_links:
             try:
@@ -133,10 +131,19 @@ def _outlines(state: SearchState, share: SearchState, part: Part, size: int) -> 
                 yield found
 
 
-def _families(request: Request) -> list[Family]:
+def family_of_plan(request: Request, candidate: Candidate) -> Family | None:
+    """The family of schedules that makes the plan of a part for other numbers of micro-batches; None: data
+    parallelism."""
+    name = candidate.schedule.name
+    return replace(FAMILIES[name], cap=request.cap if name == "1f1b" else None) if name in FAMILIES else None
+
+
+def _families(request: Request, *, several_types: bool = False) -> list[Family]:
     """The schedules that sizes of parts are compared by: what is asked for, or a few that fill their bubbles, hold
     little or may recompute."""
     names = ("1f1b", "zb", "1f1b-sno", "zb-h1") if request.schedule is None else (request.schedule,)
+    if several_types:
+        names = names[:2]  # types may follow one another in any order, so each takes longer
     known = permitted({name: FAMILIES[name] for name in names if name in FAMILIES}, request)
     return [replace(family.unreplicated(), cap=request.cap) for family in known.values()]
 
@@ -144,7 +151,7 @@ def _families(request: Request) -> list[Family]:
 def _search_part(state: SearchState, part: Part, sizes: tuple[int, ...]) -> None:
     """Add copies of the best plans that the part alone has at these micro-batch sizes."""
     request = replace(state.request, global_batch=state.global_batch // part.copies)
-    share = state.narrowed(request, sizes=sizes, cluster=part.cluster)
+    share = state.narrowed(request, sizes=sizes, cluster=part.cluster, to_copy=True)
     most = state.tuning.whole_actions // len(part)
     share.tried_sizes = tuple(size for size in sizes if share.global_batch // size <= most)
     try:
@@ -152,14 +159,38 @@ def _search_part(state: SearchState, part: Part, sizes: tuple[int, ...]) -> None
             run(share)
     except BaPipeError:
         return
-    for candidate in _copyable(share):
+    for candidate in copyable(share):
         nodes = {state.cluster.place(index) for index in range(len(state.cluster))}
         for near in (False, True) if len(nodes) > 1 and part.copies > 1 else (False,):
             copied = copies_on(part, candidate, near=near)
             state.incumbents.add(_family(copied), evaluate(copied, state.hardware))
+        _on_fewer_parts(state, part, candidate)
 
 
-def _copyable(share: SearchState) -> list[Candidate]:
+def _on_fewer_parts(state: SearchState, part: Part, candidate: Candidate) -> None:
+    """Add the plan with fewer copies, a half each time, as long as that may be faster than the best so far.
+
+    Fewer accelerators sum their gradients sooner, and each copy has more micro-batches to fill its pipeline.
+    """
+    chain = candidate.chain
+    microbatches, own = state.global_batch // chain.microbatch, replace(state.hardware, cluster=part.cluster)
+    family, copies = family_of_plan(state.request, candidate), part.copies
+    while copies > 1:
+        copies = max(number for number in range(1, copies // 2 + 1) if microbatches % number == 0)
+        best, each = state.incumbents.best, microbatches // copies
+        soonest = state.perfect_time(chain) * len(state.cluster) / (copies * len(part))
+        if len(part) * each > state.tuning.whole_actions or (best is not None and best.time <= soonest):
+            return
+        again = (
+            data_parallel_candidate(chain, own, each)
+            if family is None
+            else build(chain, candidate.stages, family, each, own, state.tuning)
+        )
+        fewer = copies_on(part.first(copies), again)
+        state.incumbents.add(_family(fewer), evaluate(fewer, state.hardware))
+
+
+def copyable(share: SearchState) -> list[Candidate]:
     """The plans of a part that run in copies, from the fastest on.
 
     Data parallelism on a part is what it is on all parts, and those of one accelerator have no other.

@@ -52,6 +52,9 @@ def recompute_layers(state: SearchState) -> None:
     if not state.request.chooses_layers or not may_search(state) or not _accelerators_alone(state):
         return
     search = _LayerSearch(state)
+    near = [_Start(candidate=without_recomputation(held.candidate)) for held in _recomputing(state)]
+    for start in near[: state.tuning.layer_starts]:
+        search.try_start(start, always=True)
     for start in _starts(state, search):
         search.try_start(start)
     for found, start in search.best_of_all():
@@ -90,8 +93,9 @@ class _LayerSearch:
         rates = [own.throughput for own in known if own is not None and own.short is None]
         return (1 - self._state.tuning.search_gain) / max(rates) if rates else math.inf
 
-    def try_start(self, start: _Start, *, below: float | None = None) -> Evaluation | None:
-        """The start made to fit, if that is faster than all others, or `below` so many seconds per sample."""
+    def try_start(self, start: _Start, *, below: float | None = None, always: bool = False) -> Evaluation | None:
+        """The start made to fit, if that is faster than all others, or `below` so many seconds per sample; with
+        `always` whatever is spent."""
         candidate = start.candidate
         schedule = candidate.schedule
         key = (
@@ -103,7 +107,7 @@ class _LayerSearch:
             candidate.copies,
             None if start.order is None else start.order.delays,
         )
-        if key in self._tried or self.spent:
+        if key in self._tried or (self.spent and not always):
             return None
         self._tried.add(key)
         below = self.fastest if below is None else below
@@ -176,13 +180,22 @@ def _rank(evaluation: Evaluation) -> tuple[float, float]:
     return (0.0 if evaluation.short is None else evaluation.short[1], -evaluation.throughput)
 
 
-def _starts(state: SearchState, search: _LayerSearch) -> Iterator[_Start]:
-    """Plans that may lack memory, those that may be fastest first."""
+def _recomputing(state: SearchState) -> Iterator[Evaluation]:
+    """Plans of which stages recompute, and those that lack memory; those that may be fastest first."""
     for held in state.incumbents.ranked():
         again = any(stage.recompute for stage in held.candidate.stages)
         if (again or held.short is not None) and held.candidate.schedule.flushes:
-            yield _Start(candidate=without_recomputation(held.candidate))
+            yield held
+
+
+def _starts(state: SearchState, search: _LayerSearch) -> Iterator[_Start]:
+    """Plans that may lack memory, those that may be fastest first."""
+    for held in _recomputing(state):
+        yield _Start(candidate=without_recomputation(held.candidate))
     yield from _data_parallel(state, search)
+    layers, best = len(state.profile.layers), state.incumbents.best
+    if best is not None and not state.thorough(layers) and state.request.effort in ("low", "normal"):
+        return  # as with other cuts, a large problem is left to the partitions that were found
     cut = [own for size in state.tried_sizes for own in _cut_for_layers(state, search, size)]
     for soonest, size, space, order, cuts in sorted(cut, key=lambda own: own[0]):
         if search.spent:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from bapipe.errors import BaPipeError
 from bapipe.planner.candidate import Candidate
 from bapipe.planner.data_parallel import at_global_batch, data_parallel_candidate, dealt_data_parallel
+from bapipe.planner.hybrids import REPLICATED
 from bapipe.planner.incumbents import lightest, rank
 from bapipe.planner.interleaved_pipelines import interleaved_candidate, looped_pipelines
 from bapipe.planner.intra_layer_cuts import splits_everywhere
@@ -65,8 +66,9 @@ def try_pipelines(state: SearchState, scope: SizeScope) -> None:
             continue
         for run in FAMILY_PASSES:
             run(state, own)
-    _try_interleaving(state, scope)
-    _try_v_shapes(state, scope)
+    if not state.to_copy:
+        _try_interleaving(state, scope)
+        _try_v_shapes(state, scope)
 
 
 def try_every_depth(state: SearchState, scope: SizeScope) -> None:
@@ -103,6 +105,8 @@ def _families(state: SearchState, request: Request) -> dict[str, Family]:
     wanted = _schedule_of(request)
     known = permitted(families_for(state.cluster, paper=state.paper, wanted=wanted, cap=request.cap), request)
     families = {name: family for name, family in known.items() if wanted in (None, family.schedule)}
+    if state.to_copy:
+        families = {name: family for name, family in families.items() if family.schedule in REPLICATED}
     several = wanted == "interleaved" or (wanted in V_SHAPED and "gpipe" in known)
     if not families and not several:
         where = " in the space of the paper" if state.paper else ""

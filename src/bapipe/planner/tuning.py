@@ -24,6 +24,8 @@ class Tuning:
     of it as a cluster of its own"""
     whole_mixed: int = 16
     """accelerators of several types up to which a cluster is not divided, unless it is beyond `thorough_size`"""
+    worth_dividing: float = 0.05
+    """share of the time that perfect use of a mixed cluster must save for it to be divided into mixed parts"""
     searched_parts: int = 2
     """sizes of a part of such a cluster that are searched as clusters of their own, the best by an outline; the
     smallest that fits always is"""

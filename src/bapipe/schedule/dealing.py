@@ -12,6 +12,7 @@ Of K micro-batches in a row a replica takes a share, and holds no more than that
 from __future__ import annotations
 
 import bisect
+import functools
 import heapq
 from collections.abc import Sequence
 
@@ -93,12 +94,8 @@ def least_shared(dealing: Dealing, replicas: int, held: int) -> int:
     for replica in range(replicas):
         if most_in_a_row(dealing, replicas, replica, least) < held:
             # The more in a row, the more are its own: all of its next `held` at the latest.
-            most = held * len(dealing)
-            least += bisect.bisect_left(
-                range(least, most),
-                held,
-                key=lambda length, own=replica: most_in_a_row(dealing, replicas, own, length),
-            )
+            own = functools.partial(most_in_a_row, dealing, replicas, replica)
+            least += bisect.bisect_left(range(least, held * len(dealing)), held, key=own)
     return least
 
 

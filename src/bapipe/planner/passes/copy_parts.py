@@ -38,7 +38,7 @@ class _Trial:
 
 def copy_parts(state: SearchState) -> None:
     """Add copies of the best plans for parts of a large cluster, and data parallelism over all of it."""
-    if not copies_wanted(state):
+    if not copies_wanted(state) or (mixed(state.cluster) and _little_to_gain(state)):
         return
     trials = list(_trials(state))
     fitting = sorted((trial for trial in trials if trial.found.fits), key=lambda trial: trial.found.time)
@@ -56,6 +56,13 @@ def copy_parts(state: SearchState) -> None:
     for part in dict.fromkeys(parts):
         sizes = list(dict.fromkeys(trial.size for trial in fitting if trial.part is part))
         _search_part(state, part, tuple(sizes[: state.tuning.part_sizes]))
+
+
+def _little_to_gain(state: SearchState) -> bool:
+    """Whether perfect use of all accelerators is hardly faster than the best plan so far."""
+    best = state.incumbents.best
+    perfect = min(state.perfect_time(state.chain(size)) for size in state.sizes)
+    return best is not None and best.time * (1 - state.tuning.worth_dividing) <= perfect
 
 
 def _trials(state: SearchState) -> Iterator[_Trial]:
@@ -141,7 +148,7 @@ def family_of_plan(request: Request, candidate: Candidate) -> Family | None:
 def _families(request: Request, *, several_types: bool = False) -> list[Family]:
     """The schedules that sizes of parts are compared by: what is asked for, or a few that fill their bubbles, hold
     little or may recompute."""
-    names = ("1f1b", "zb", "1f1b-sno", "zb-h1") if request.schedule is None else (request.schedule,)
+    names = ["1f1b", "zb", "1f1b-sno", "zb-h1"] if request.schedule is None else [request.schedule]
     if several_types:
         names = names[:2]  # types may follow one another in any order, so each takes longer
     known = permitted({name: FAMILIES[name] for name in names if name in FAMILIES}, request)
@@ -160,11 +167,16 @@ def _search_part(state: SearchState, part: Part, sizes: tuple[int, ...]) -> None
     except BaPipeError:
         return
     for candidate in copyable(share):
-        nodes = {state.cluster.place(index) for index in range(len(state.cluster))}
-        for near in (False, True) if len(nodes) > 1 and part.copies > 1 else (False,):
-            copied = copies_on(part, candidate, near=near)
-            state.incumbents.add(_family(copied), evaluate(copied, state.hardware))
+        _add_copies(state, part, candidate)
         _on_fewer_parts(state, part, candidate)
+
+
+def _add_copies(state: SearchState, part: Part, candidate: Candidate) -> None:
+    """Add the plan on every part, with its pipelines on few nodes each, or the replicas of its stages."""
+    nodes = {state.cluster.place(index) for index in range(len(state.cluster))}
+    for near in (False, True) if len(nodes) > 1 and part.copies > 1 else (False,):
+        copied = copies_on(part, candidate, near=near)
+        state.incumbents.add(_family(copied), evaluate(copied, state.hardware))
 
 
 def _on_fewer_parts(state: SearchState, part: Part, candidate: Candidate) -> None:
@@ -186,8 +198,7 @@ def _on_fewer_parts(state: SearchState, part: Part, candidate: Candidate) -> Non
             if family is None
             else build(chain, candidate.stages, family, each, own, state.tuning)
         )
-        fewer = copies_on(part.first(copies), again)
-        state.incumbents.add(_family(fewer), evaluate(fewer, state.hardware))
+        _add_copies(state, part.first(copies), again)
 
 
 def copyable(share: SearchState) -> list[Candidate]:

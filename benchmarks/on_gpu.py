@@ -1,9 +1,9 @@
 """Everything that needs a GPU, in the order of its worth, within a time: each part is a command of its own.
 
-    gpu_session.py --folder WORK --budget 560 --pack work.tar.gz      on a GPU
-    gpu_session.py --folder WORK --offline                            what needs none: plans, from the profiles
-    gpu_session.py --folder WORK --list                               what is done, and what is left
-    gpu_session.py --folder WORK --tiny                               a rehearsal on two CPU ranks
+    on_gpu.py --folder WORK --budget 560 --pack work.tar.gz      on a GPU
+    on_gpu.py --folder WORK --offline                            what needs none: plans, from the profiles
+    on_gpu.py --folder WORK --list                               what is done, and what is left
+    on_gpu.py --folder WORK --tiny                               a rehearsal on two CPU ranks
 
 Every part goes on where it stopped and has a folder with its log and its result; `--parts peers,recompute` runs
 those alone. On a machine that is new, `--unpack work.tar.gz` begins with what was packed. WORK/summary.json says
@@ -41,7 +41,7 @@ LIMIT = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class Runs:
     """Where the parts run."""
 
     folder: Path
@@ -59,7 +59,7 @@ class Session:
         return ["--device", "cpu"] if self.tiny else ["--device", "cuda", "--slices"]
 
 
-State = Callable[[Session], tuple[int, int, str]]
+State = Callable[[Runs], tuple[int, int, str]]
 """how much is done, of how much, and what came of it"""
 
 
@@ -70,7 +70,7 @@ class Part:
     name: str
     least: float
     """seconds left without which it is not begun"""
-    command: Callable[[Session, float], Sequence[str]]
+    command: Callable[[Runs, float], Sequence[str]]
     """what to run, with so many seconds left"""
     state: State
     """how much is done, of how much, and what came of it"""
@@ -86,13 +86,13 @@ def _tests(file: str) -> Part:
     """A file of tests/gpu; run again where it did not end."""
     name = f"tests-{file.removeprefix('test_')}"
 
-    def command(session: Session, left: float) -> list[str]:  # noqa: ARG001
-        junit = session.of(name) / "junit.xml"
+    def command(runs: Runs, left: float) -> list[str]:  # noqa: ARG001
+        junit = runs.of(name) / "junit.xml"
         chosen = f"tests/gpu/{file}.py"
         return ["-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", chosen, f"--junitxml={junit}"]
 
-    def state(session: Session) -> tuple[int, int, str]:
-        junit = session.of(name) / "junit.xml"
+    def state(runs: Runs) -> tuple[int, int, str]:
+        junit = runs.of(name) / "junit.xml"
         if not junit.exists():
             return 0, 1, "not run"
         suite = ElementTree.parse(junit).getroot().find("testsuite")
@@ -103,51 +103,51 @@ def _tests(file: str) -> Part:
     return Part(name=name, least=60.0, command=command, state=state)
 
 
-def _soak_command(session: Session, left: float) -> list[str]:
-    folder = session.of("soak")
-    words = ["benchmarks/reliability/soak.py", *session.on_slices, "--seconds", f"{left - MARGIN:.0f}"]
+def _soak_command(runs: Runs, left: float) -> list[str]:
+    folder = runs.of("soak")
+    words = ["benchmarks/reliability/soak.py", *runs.on_slices, "--seconds", f"{left - MARGIN:.0f}"]
     words += ["--work", str(folder / "work"), "--out", str(folder / "result.json")]
-    return [*words, *(["--steps", "100"] if session.tiny else [])]
+    return [*words, *(["--steps", "100"] if runs.tiny else [])]
 
 
-def _soak_state(session: Session) -> tuple[int, int, str]:
-    found = _json(session.of("soak") / "result.json")
+def _soak_state(runs: Runs) -> tuple[int, int, str]:
+    found = _json(runs.of("soak") / "result.json")
     if found is None:
         return 0, 1, "not done"
     return 1, 1, "; ".join(found["problems"]) or f"{found['settings']['steps']} steps, flat and equal"
 
 
-def _faults_known(session: Session) -> list[dict[str, Any]]:
-    found = _json(session.of("faults") / "result.json")
+def _faults_known(runs: Runs) -> list[dict[str, Any]]:
+    found = _json(runs.of("faults") / "result.json")
     return [] if found is None else list(found["rows"])
 
 
-def _faults_wanted(session: Session) -> int:
-    return 2 if session.tiny else FAULTS
+def _faults_wanted(runs: Runs) -> int:
+    return 2 if runs.tiny else FAULTS
 
 
-def _faults_command(session: Session, left: float) -> list[str]:
-    words = ["benchmarks/reliability/faults.py", *session.on_slices, "--jobs", "1" if session.tiny else "4"]
-    words += ["--minutes", f"{max(0.5, (left - 60) / 60):.2f}", "--out", str(session.of("faults") / "result.json")]
-    return [*words, "--limit", str(_faults_wanted(session) - len(_faults_known(session)))]
+def _faults_command(runs: Runs, left: float) -> list[str]:
+    words = ["benchmarks/reliability/faults.py", *runs.on_slices, "--jobs", "1" if runs.tiny else "4"]
+    words += ["--minutes", f"{max(0.5, (left - 60) / 60):.2f}", "--out", str(runs.of("faults") / "result.json")]
+    return [*words, "--limit", str(_faults_wanted(runs) - len(_faults_known(runs)))]
 
 
-def _faults_state(session: Session) -> tuple[int, int, str]:
-    rows = _faults_known(session)
+def _faults_state(runs: Runs) -> tuple[int, int, str]:
+    rows = _faults_known(runs)
     held = sum(not row["problems"] for row in rows)
-    return len(rows), _faults_wanted(session), f"{held} of {len(rows)} held"
+    return len(rows), _faults_wanted(runs), f"{held} of {len(rows)} held"
 
 
-def _pipedream_command(session: Session, left: float) -> list[str]:
-    times, jobs = ("2", "1") if session.tiny else (str(PIPEDREAM), "6")
+def _pipedream_command(runs: Runs, left: float) -> list[str]:
+    times, jobs = ("2", "1") if runs.tiny else (str(PIPEDREAM), "6")
     words = ["benchmarks/reliability/pipedream_runs.py", "--times", times, "--jobs", jobs]
-    words += ["--device", "cpu" if session.tiny else "cuda", "--seconds", f"{left - MARGIN:.0f}"]
-    return [*words, "--out", str(session.of("pipedream") / "result.json")]
+    words += ["--device", "cpu" if runs.tiny else "cuda", "--seconds", f"{left - MARGIN:.0f}"]
+    return [*words, "--out", str(runs.of("pipedream") / "result.json")]
 
 
-def _pipedream_state(session: Session) -> tuple[int, int, str]:
-    found = _json(session.of("pipedream") / "result.json") or {"runs": 0, "failed": []}
-    return found["runs"], 2 if session.tiny else PIPEDREAM, f"{len(found['failed'])} of {found['runs']} failed"
+def _pipedream_state(runs: Runs) -> tuple[int, int, str]:
+    found = _json(runs.of("pipedream") / "result.json") or {"runs": 0, "failed": []}
+    return found["runs"], 2 if runs.tiny else PIPEDREAM, f"{len(found['failed'])} of {found['runs']} failed"
 
 
 def _rows(
@@ -155,18 +155,18 @@ def _rows(
 ) -> Part:
     """Rows of a benchmark that keeps them by name in result.json of its folder; a rehearsal may run fewer."""
 
-    def wanted(session: Session) -> Sequence[str]:
-        return tiny if session.tiny and tiny else rows
+    def wanted(runs: Runs) -> Sequence[str]:
+        return tiny if runs.tiny and tiny else rows
 
-    def command(session: Session, left: float) -> list[str]:
-        words = [program, "--folder", str(session.of(name)), "--budget", f"{left - MARGIN:.0f}", *options]
-        return [*words, "--rows", ",".join(wanted(session)), *(["--tiny"] if session.tiny else [])]
+    def command(runs: Runs, left: float) -> list[str]:
+        words = [program, "--folder", str(runs.of(name)), "--budget", f"{left - MARGIN:.0f}", *options]
+        return [*words, "--rows", ",".join(wanted(runs)), *(["--tiny"] if runs.tiny else [])]
 
-    def state(session: Session) -> tuple[int, int, str]:
-        known = _json(session.of(name) / "result.json") or {}
-        done = [row for row in wanted(session) if row in known]
+    def state(runs: Runs) -> tuple[int, int, str]:
+        known = _json(runs.of(name) / "result.json") or {}
+        done = [row for row in wanted(runs) if row in known]
         failed = [row for row in done if "error" in known[row]]
-        return len(done), len(wanted(session)), f"failed: {', '.join(failed)}" if failed else f"{len(done)} rows"
+        return len(done), len(wanted(runs)), f"failed: {', '.join(failed)}" if failed else f"{len(done)} rows"
 
     return Part(name=name, least=least, command=command, state=state)
 
@@ -175,49 +175,47 @@ TINY_PEERS = "vgg16 fp32 eager 4"
 """rows of peers_training that a rehearsal runs"""
 
 
-def _peers(
-    name: str, until: str, state: Callable[[Session], tuple[int, int, str]], *, offline: bool = False
-) -> Part:
+def _peers(name: str, until: str, state: Callable[[Runs], tuple[int, int, str]], *, offline: bool = False) -> Part:
     """peers_training, as far as that; all in one folder."""
 
-    def command(session: Session, left: float) -> list[str]:
-        words = ["benchmarks/peers_training/run.py", "--folder", str(session.of("peers")), "--until", until]
+    def command(runs: Runs, left: float) -> list[str]:
+        words = ["benchmarks/peers_training/run.py", "--folder", str(runs.of("peers")), "--until", until]
         words += ["--budget", f"{left - MARGIN:.0f}"]
-        return [*words, *(["--tiny", "--rows", TINY_PEERS] if session.tiny else [])]
+        return [*words, *(["--tiny", "--rows", TINY_PEERS] if runs.tiny else [])]
 
     return Part(name=name, least=130.0, command=command, state=state, offline=offline)
 
 
-def _settings(session: Session) -> list[Any]:
+def _settings(runs: Runs) -> list[Any]:
     from contenders import SETTINGS
 
-    return [own for own in SETTINGS if not session.tiny or own.name == TINY_PEERS]
+    return [own for own in SETTINGS if not runs.tiny or own.name == TINY_PEERS]
 
 
-def _profiles_state(session: Session) -> tuple[int, int, str]:
+def _profiles_state(runs: Runs) -> tuple[int, int, str]:
     from run import Rows
 
-    work = Rows(session.of("peers"), tiny=session.tiny, budget=0.0)
-    missing = [own.name for own in _settings(session) if not work.is_known(own)]
-    wanted = len(_settings(session))
+    work = Rows(runs.of("peers"), tiny=runs.tiny, budget=0.0)
+    missing = [own.name for own in _settings(runs) if not work.is_known(own)]
+    wanted = len(_settings(runs))
     return wanted - len(missing), wanted, f"missing: {', '.join(missing)}" if missing else "all are known"
 
 
-def _plans_state(session: Session) -> tuple[int, int, str]:
+def _plans_state(runs: Runs) -> tuple[int, int, str]:
     """Of every setting whose profile is known the automatic plan, or why there is none."""
     from run import Rows
 
-    work = Rows(session.of("peers"), tiny=session.tiny, budget=0.0)
-    known = [own for own in _settings(session) if work.is_known(own)]
+    work = Rows(runs.of("peers"), tiny=runs.tiny, budget=0.0)
+    known = [own for own in _settings(runs) if work.is_known(own)]
     done = [own for own in known if work.is_planned(own)]
     return len(done), len(known), f"{len(done)} settings planned"
 
 
-def _peers_state(session: Session) -> tuple[int, int, str]:
+def _peers_state(runs: Runs) -> tuple[int, int, str]:
     from contenders import row_names
 
-    known = _json(session.of("peers") / "rows.json") or {}
-    wanted = [row for row in row_names() if not session.tiny or row.startswith(TINY_PEERS)]
+    known = _json(runs.of("peers") / "rows.json") or {}
+    wanted = [row for row in row_names() if not runs.tiny or row.startswith(TINY_PEERS)]
     done = [row for row in wanted if row in known]
     failed = sum("error" in known[row] for row in done)
     return len(done), len(wanted), f"{len(done) - failed} rows ran, {failed} failed"
@@ -253,13 +251,13 @@ PARTS = (
 """in the order in which they are worth their time"""
 
 
-def run_part(part: Part, session: Session, left: float) -> dict[str, Any]:
+def run_part(part: Part, runs: Runs, left: float) -> dict[str, Any]:
     """Run a part within the time left; what it said is in its log, and what came of it is returned."""
-    words = [sys.executable, *part.command(session, left)]
+    words = [sys.executable, *part.command(runs, left)]
     paths = [str(ROOT / "src"), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     begun = time.monotonic()
-    with (session.of(part.name) / "session.log").open("a", encoding="utf-8") as log:
+    with (runs.of(part.name) / "runs.log").open("a", encoding="utf-8") as log:
         print("$", *words, file=log, flush=True)
         process = subprocess.Popen(
             words, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -277,11 +275,11 @@ def run_part(part: Part, session: Session, left: float) -> dict[str, Any]:
     return {"seconds": round(time.monotonic() - begun, 1), "exit": code}
 
 
-def told(session: Session, calls: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def summary_of(runs: Runs, calls: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """All parts: what is done, and in which calls."""
     found = {}
     for part in PARTS:
-        done, wanted, words = part.state(session)
+        done, wanted, words = part.state(runs)
         found[part.name] = {
             "done": done,
             "of": wanted,
@@ -314,16 +312,16 @@ def main() -> None:
     parser.add_argument("--unpack", type=Path, help="begin with the folder as this archive has it")
     given = parser.parse_args()
     end = time.monotonic() + given.budget
-    session = Session(folder=given.folder.resolve(), tiny=given.tiny)
-    session.folder.mkdir(parents=True, exist_ok=True)
+    runs = Runs(folder=given.folder.resolve(), tiny=given.tiny)
+    runs.folder.mkdir(parents=True, exist_ok=True)
     if given.unpack is not None:
         with tarfile.open(given.unpack) as archive:
-            archive.extractall(session.folder, filter="data")
-    summary = session.folder / "summary.json"
+            archive.extractall(runs.folder, filter="data")
+    summary = runs.folder / "summary.json"
     known = _json(summary) or {}
     calls = {name: own["calls"] for name, own in known.items()}
     for part in PARTS if not given.list else ():
-        done, wanted, _ = part.state(session)
+        done, wanted, _ = part.state(runs)
         if done >= wanted or not any(word in part.name for word in given.parts.split(",")):
             continue
         if part.offline != given.offline and not given.tiny:
@@ -333,15 +331,15 @@ def main() -> None:
             print(f"{part.name}: no time left", flush=True)
             continue
         print(f"[{left:5.0f} s left] {part.name}: {done} of {wanted}", flush=True)
-        calls.setdefault(part.name, []).append(run_part(part, session, left))
-        summary.write_text(json.dumps(told(session, calls), indent=1) + "\n", encoding="utf-8")
-        print(f"    {calls[part.name][-1]} {part.state(session)[2]}", flush=True)
-    found = told(session, calls)
+        calls.setdefault(part.name, []).append(run_part(part, runs, left))
+        summary.write_text(json.dumps(summary_of(runs, calls), indent=1) + "\n", encoding="utf-8")
+        print(f"    {calls[part.name][-1]} {part.state(runs)[2]}", flush=True)
+    found = summary_of(runs, calls)
     summary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, own in found.items():
         print(f"{name:22} {own['state']:6} {own['done']} of {own['of']}: {own['result']}", flush=True)
     if given.pack is not None:
-        pack(session.folder, given.pack)
+        pack(runs.folder, given.pack)
 
 
 if __name__ == "__main__":

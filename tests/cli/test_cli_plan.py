@@ -67,7 +67,7 @@ def test_the_terminal_shows_stages_rivals_and_the_timeline(tmp_path: Path) -> No
         "why not the others",
         "step by step",
         "inter-layer",
-        "equation (1)",
+        "equation 1",
         "rank 0",
         "wrote plan.json",
     ):
@@ -146,7 +146,7 @@ def broken_profiles() -> dict[str, tuple[str, str]]:
         "truncated": (text()[:-200], "not valid JSON"),
         "nan": (text().replace("0.5", "NaN"), "NaN"),
         "wrong-version": (text(schema="bapipe.profile/9"), "expected 'bapipe.profile/1'"),
-        "another-file": (text(schema="bapipe.plan/1"), "give the right file"),
+        "another-file": (text(schema="bapipe.plan/1"), "it is a plan, give a profile here"),
         "missing-cost": (text(accelerators__x__forward=None), "'forward' is missing"),
         "short-row": (text(accelerators__x__forward=[[0.5]] * 2), "1 values for 2 layers"),
         "negative-bytes": (text(accelerators__x__saved_activations=[[-1.0, 1.0]] * 2), "-1 for layer"),

@@ -87,10 +87,3 @@ def test_nodes_that_are_joined_as_accelerators_within_them_are_written_so(tmp_pa
     apart = replace(cluster, accelerators=(first, replace(second, name="other/0", node="other")))
     assert apart.between is None
     assert _written(apart, tmp_path) == replace(apart, between=apart.within)
-
-
-@pytest.mark.parametrize("node", ["", "a b", "a/b"])
-def test_a_name_that_no_file_may_have_is_no_node(node: str) -> None:
-    first = read_cluster("2xv100").accelerators[0]
-    with pytest.raises(BaPipeError, match="node must be a name without '/' and spaces"):
-        replace(first, node=node)

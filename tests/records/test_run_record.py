@@ -209,7 +209,7 @@ def test_a_transfer_needs_the_action_that_made_it(record: RunRecord) -> None:
 def test_another_file_is_refused(record: RunRecord, tmp_path: Path) -> None:
     data = json.loads(dump_json(record))
     for change, message in (
-        ({"schema": "bapipe.plan/1"}, "expected 'bapipe.run/1'; give the right file"),
+        ({"schema": "bapipe.plan/1"}, "expected 'bapipe.run/1'; it is a plan, give the record of a run here"),
         ({"schema": "bapipe.run/0"}, "make it again"),
         ({"peak_in_flights": [1]}, "unknown key 'peak_in_flights' .did you mean 'peak_in_flight'"),
         ({"world_size": "two"}, "world_size: expected a whole number"),

@@ -145,7 +145,7 @@ class TestHostileJson:
             ('{"schema": NaN}', "NaN is not a number"),
             ('{"stages": Infinity}', "Infinity is not a number"),
             ('{"schema": "bapipe.schedule/2"}', "has schema 'bapipe.schedule/2'.*make it again"),
-            ('{"schema": "bapipe.plan/1"}', "expected 'bapipe.schedule/1'; give the right file"),
+            ('{"schema": "bapipe.plan/1"}', "expected 'bapipe.schedule/1'; it is a plan, give a schedule here"),
             ('{"schema": ["bapipe.schedule/1"]}', "expected 'bapipe.schedule/1'"),
             ('{"schema": "bapipe.schedule/1", "stages": 1' + "0" * 5000 + "}", "limit"),
             ("{" * 10, "not valid JSON"),

@@ -20,7 +20,6 @@ __all__ = [
     "Link",
     "Uplink",
     "is_fpga_cluster",
-    "require_node_name",
 ]
 
 LEAST_RATE = 1e-9
@@ -81,12 +80,6 @@ class AcceleratorType:
                 raise BaPipeError(f"{where}: {name[:60]} must be more than 0, got {value:g}; correct it")
 
 
-def require_node_name(node: str, *, where: str) -> None:
-    """Refuse a name of a node that would not tell where it ends in `node/index`, or in a pair of these."""
-    if not node or "/" in node or " " in node:
-        raise BaPipeError(f"{where}: node must be a name without '/' and spaces, got '{node[:60]}'; rename it")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
     """One accelerator of a cluster."""
@@ -97,9 +90,6 @@ class Accelerator:
     node: str
     groups: tuple[str, ...] = ()
     """its group at each of the cluster's levels, smallest first; "": none"""
-
-    def __post_init__(self) -> None:
-        require_node_name(self.node, where=f"accelerator '{self.name[:60]}'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

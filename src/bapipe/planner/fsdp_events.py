@@ -72,7 +72,7 @@ def units_of(chain: Chain) -> list[tuple[str | None, list[int]]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _FsdpPart:
     """Layers that run one after another: all of a unit, or some of the root's."""
 
     root: bool
@@ -96,7 +96,7 @@ def _last(trained: Floats) -> float:
 class _Parts:
     """A model, in the order of its forward."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[_FsdpPart, ...]
     weights: float
     """of the root, below its trained ones, and those of its last trained layer"""
     trained: float
@@ -119,11 +119,11 @@ class _Parts:
                 runs[-1][1].append(index)
         parts, wanted = [], False
         for root, layers in runs:
-            wanted = wanted or bool(trained[layers].sum() > 0)
+            wanted = wanted or bool(trained[layers].sum() > 0 or chain.answered[layers].any())
             size = 0.0 if root else float(weights[layers].sum())
             made = 0.0 if root else float(trained[layers].sum())
             parts.append(
-                _Part(
+                _FsdpPart(
                     root=root,
                     layers=tuple(layers),
                     weights=size,
@@ -139,7 +139,7 @@ class _Parts:
             tail=_last(trained[own]),
         )
 
-    def back(self) -> Iterator[tuple[_Part, _Part | None]]:
+    def back(self) -> Iterator[tuple[_FsdpPart, _FsdpPart | None]]:
         """Parts in the order of the backward, as far as it runs, each with the unit that is fetched meanwhile."""
         units = [part for part in self.parts if not part.root]
         for part in reversed(self.parts):
@@ -148,7 +148,7 @@ class _Parts:
                 yield part, units[place - 1] if place > 0 else None
 
     @property
-    def last(self) -> _Part | None:
+    def last(self) -> _FsdpPart | None:
         """The unit that is fetched when the backward begins."""
         return next((part for part in reversed(self.parts) if not part.root), None)
 
@@ -167,10 +167,10 @@ def fsdp_seconds(chain: Chain, cluster: Cluster, members: tuple[int, ...], rows:
     seconds, model = UnitSeconds.of(chain), _Parts.of(chain)
     slowest = max(rows, key=lambda row: float(seconds.work[row].sum()))
 
-    def forward(part: _Part) -> float:
+    def forward(part: _FsdpPart) -> float:
         return float(seconds.forward[slowest, list(part.layers)].sum())
 
-    def backward(part: _Part) -> float:
+    def backward(part: _FsdpPart) -> float:
         return float(seconds.backward[slowest, list(part.layers)].sum())
 
     def gather(size: float) -> float:

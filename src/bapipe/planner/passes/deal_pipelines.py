@@ -48,7 +48,7 @@ Numbers = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Trial:
+class _DepthTrial:
     """The outline of one pipeline of the type that is looked at."""
 
     depth: int
@@ -95,7 +95,7 @@ def _of_one_type(state: SearchState, name: str) -> SearchState:
     return state.narrowed(state.request, sizes=state.sizes, cluster=own)
 
 
-def _trials(state: SearchState, base: SearchState, counts: Numbers) -> Iterator[_Trial]:
+def _trials(state: SearchState, base: SearchState, counts: Numbers) -> Iterator[_DepthTrial]:
     """Outlines of pipelines of every depth; ends where deeper ones have stopped to be faster."""
     chain = base.chain(min(state.sizes))
     needed = float(UnitBytes.of(chain).always(state.hardware.static_copies()).sum())
@@ -138,7 +138,7 @@ def _depths(state: SearchState, counts: Numbers) -> Iterator[tuple[int, Numbers]
             yield depth, {name: count // depth for name, count in counts.items() if count >= depth}
 
 
-def _at_depth(state: SearchState, base: SearchState, depth: int, numbers: Numbers) -> Iterator[_Trial]:
+def _at_depth(state: SearchState, base: SearchState, depth: int, numbers: Numbers) -> Iterator[_DepthTrial]:
     """The pipelines of each micro-batch size, most promising first, until no size can be faster."""
     name = base.cluster.accelerators[0].type
     part = _part(state, base, depth, numbers[name])
@@ -148,7 +148,7 @@ def _at_depth(state: SearchState, base: SearchState, depth: int, numbers: Number
         if shares[size].perfect_time(base.chain(size)) >= fastest:
             break
         for found in outlines(state, shares[size], part, size):
-            yield _Trial(depth=depth, numbers=numbers, size=size, found=found)
+            yield _DepthTrial(depth=depth, numbers=numbers, size=size, found=found)
             if found.fits:
                 fastest = min(fastest, found.time)
 

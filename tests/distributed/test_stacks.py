@@ -24,6 +24,7 @@ STEPS, HALF = 20, 10
 LOOPS = {"train_accelerate": "accelerate", "train_fabric": "lightning_fabric", "train_lora": "peft"}
 """examples of loops, and the package that each needs"""
 NUMBERS = {"float64": 1e-9, "float32": 1e-5}
+EACH = [pytest.param(name, marks=() if name == "float64" else pytest.mark.slow) for name in NUMBERS]
 Results = dict[tuple[str, str], list[list[Any]]]
 """(example, numbers) -> in full, up to the middle, on from there -> what each rank returned"""
 
@@ -33,22 +34,27 @@ def _there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None or importlib.util.find_spec(other) is not None
 
 
-def _cases() -> list[tuple[str, str]]:
+def _cases(selected: list[str]) -> list[tuple[str, str]]:
     loops = [name for name, package in LOOPS.items() if _there(package)]
-    found = [(name, numbers) for name in loops for numbers in NUMBERS]
+    found = [(name, numbers) for name in loops for numbers in selected]
     if "train_accelerate" in loops:
-        found += [("train_trainer", numbers) for numbers in NUMBERS]
+        found += [("train_trainer", numbers) for numbers in selected]
     return found
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     folder = tmp_path_factory.mktemp("stacks")
-    for numbers in NUMBERS:
+    own = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    asked = {item.callspec.params.get("numbers") for item in own if hasattr(item, "callspec")}
+    selected = [numbers for numbers in NUMBERS if numbers in asked]
+    for numbers in selected:
         tiny_gpt2_plan(folder / f"{numbers}.json", float64=numbers == "float64")
         tiny_gpt2_plan(folder / f"lora-{numbers}.json", float64=numbers == "float64", adapters=True)
     cases = []
-    for name, numbers in _cases():
+    for name, numbers in _cases(selected):
         options = [str(folder / f"{'lora-' if name == 'train_lora' else ''}{numbers}.json")]
         options += ["--float64"] if numbers == "float64" else []
         options += ["--sgd"] if name == "train_trainer" and numbers == "float32" else []
@@ -56,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     (folder / "cases.json").write_text(json.dumps(cases))
     start(HERE / "stack_worker.py", folder, seconds=900)
     results = read_results(folder, [2] * (3 * len(cases)))
-    return folder, {case: results[3 * index : 3 * index + 3] for index, case in enumerate(_cases())}
+    return folder, {case: results[3 * index : 3 * index + 3] for index, case in enumerate(_cases(selected))}
 
 
 def _alone(*, float64: bool, adapters: bool = False) -> list[float]:
@@ -87,7 +93,7 @@ def _same(losses: list[float], expected: list[float], numbers: str) -> None:
         assert math.isclose(loss, wanted, rel_tol=NUMBERS[numbers]), step
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", EACH)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_train_as_one_process(trained: tuple[Path, Results], name: str, numbers: str) -> None:
     if not _there(LOOPS[name]):
@@ -131,7 +137,7 @@ def _trainer_alone(folder: Path, *, float64: bool) -> tuple[dict[str, float], di
     return trainer.evaluate(), trainer.model.state_dict(), _logged(trainer.state.log_history)
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", EACH)
 def test_the_trainer_trains_as_the_trainer(trained: tuple[Path, Results], tmp_path: Path, numbers: str) -> None:
     if not _there("accelerate"):
         pytest.skip("needs accelerate: pip install accelerate")

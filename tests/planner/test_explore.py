@@ -156,6 +156,16 @@ def test_the_papers_space_has_pipelines_without_replicas_and_plain_data_parallel
             assert evaluation.candidate.schedule.num_microbatches == 4
 
 
+def test_more_accelerators_are_no_help_where_one_layer_is_too_large() -> None:
+    cluster = made_cluster({"x": 2}, memory=10.0)
+    many = made_profile({"x": [1.0] * 4}, boundary=[1.0] * 4, weights=[8.0] * 4)
+    with pytest.raises(InfeasibleError, match=r"; more accelerators$"):
+        explore(many, cluster, Request(global_batch=4))
+    large = made_profile({"x": [1.0] * 2}, boundary=[1.0] * 2, weights=[8.0, 80.0])
+    with pytest.raises(InfeasibleError, match=r"any of these would help: accelerators of \S+ \S+$"):
+        explore(large, cluster, Request(global_batch=4))
+
+
 def test_the_lower_bound_holds_for_every_candidate() -> None:
     profile = made_profile({"fast": [1.0] * 6, "slow": [3.0] * 6}, boundary=[0.2] * 6)
     cluster = made_cluster({"fast": 1, "slow": 2}, bandwidth=1.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from bapipe.costs.profile import Profile
 from bapipe.costs.recomputed_layers import as_runs, recomputing
 from bapipe.costs.segments import Chain, make_chain
+from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware
@@ -129,6 +130,13 @@ class SearchState:
         They split the work perfectly and never communicate.
         """
         return self.global_batch / chain.microbatch * ideal_seconds(chain, self.cluster, depth)
+
+    def too_large(self, chain: Chain) -> bool:
+        """Whether no pipeline without replicas fits, however it is cut: weights, gradients and optimizer state of
+        one unit alone are more than every accelerator has, or those of all more than all have together."""
+        memories = [self.cluster.type_of(index).memory for index in range(len(self.cluster))]
+        needed = UnitBytes.of(chain).always(self.hardware.static_copies())
+        return float(needed.max()) > max(memories) or float(needed.sum()) > sum(memories)
 
     def consider(self, family: str, candidate: Candidate) -> None:
         """Simulate a candidate unless it was already, and keep it if it is the best of its family."""

@@ -74,7 +74,7 @@ def test_llama_70b_without_its_parameters(blocks: int) -> None:
     assert found["flops"] == pytest.approx(2 * tokens * weights + 4 * tokens**2 * 8192 * blocks)
 
 
-@pytest.mark.parametrize("blocks", [12, pytest.param(48, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("blocks", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (12, 48))])
 def test_gpt2_with_many_blocks_checked_in_linear_work(blocks: int) -> None:
     few, many = (
         run(

@@ -46,7 +46,7 @@ def _bapipe(*arguments: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "t5" else [pytest.mark.slow]) for name in MODELS]
+    "name", [pytest.param(name, marks=[] if name == "gpt2" else [pytest.mark.slow]) for name in MODELS]
 )
 def test_profile_plan_and_run_with_check(name: str, tmp_path: Path) -> None:
     if name == "peft":
@@ -60,7 +60,7 @@ def test_profile_plan_and_run_with_check(name: str, tmp_path: Path) -> None:
         "--out", "plan.json", folder=tmp_path,
     )  # fmt: skip
     assert len(read_plan(tmp_path / "plan.json").stages) == 2
-    for engine in ("bapipe",) if name == "t5" else ("bapipe", "torch"):
+    for engine in ("bapipe",) if name == "gpt2" else ("bapipe", "torch"):
         text = _bapipe("run", "plan.json", "--steps", "2", "--check", "--engine", engine, folder=tmp_path)
         found = re.search(r"gradients differ from one process .* by at most (\S+) .*, losses by (\S+);", text)
         assert found is not None, text

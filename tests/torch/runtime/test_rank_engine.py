@@ -86,8 +86,8 @@ def test_waiting_for_the_device_counts_as_waiting_for_the_other_ranks(monkeypatc
 
 
 def test_no_class_uses_a_private_attribute_of_another() -> None:
-    """`_init_weights` is what modules of transformers have in place of `reset_parameters`, and `_rebuild_buckets` is
-    of torch's DDP (`bucket_gradients.py`)."""
+    """`_init_weights` is what modules of transformers have in place of `reset_parameters`; `_rebuild_buckets` is
+    torch's own (`bucket_gradients.py`)."""
     for path in [file for folder in ("runtime", "pipedream", "launch") for file in (SOURCE / folder).glob("*.py")]:
         found = [
             f"{path.name}:{node.lineno}: {ast.unparse(node)}"

@@ -68,7 +68,7 @@ def _nothing_fits(state: SearchState) -> InfeasibleError:
         held = sum(stage_gradients(chain, item.first, item.last) for item in together)
         saved = held * (hardware.static_copies() - 2)
         helps.append(f"--optimizer sgd (saves {format_bytes(saved)} there)")
-    if len(closest.candidate.stages) < len(chain):
+    if len(closest.candidate.stages) < len(chain) and choice.first < choice.last:
         helps.append("more accelerators")
     return InfeasibleError(
         f"nothing fits: the closest, {closest.candidate.label} at micro-batch {chain.microbatch}, is "

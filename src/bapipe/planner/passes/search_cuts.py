@@ -79,6 +79,8 @@ def _interleave_on_fewer(state: SearchState, search: CutSearch) -> None:
         return
     for size in state.tried_sizes if count <= state.tuning.fewer_ranks else ():
         chain, microbatches = state.chain(size), state.global_batch // size
+        if state.too_large(chain):
+            continue
         fewer = range(min(count - 1, microbatches), 1, -1)
         for ranks in fewer if request.schedule != "interleaved" else ():
             best = search.best

@@ -200,6 +200,8 @@ def _try_v_shapes(state: SearchState, scope: SizeScope) -> None:
         ranks = min(ranks, len(scope.chain) // 2)
     if ranks < 2 or not (forced or (scope.microbatches >= ranks and state.thorough(len(scope.chain)))):
         return
+    if not forced and state.too_large(scope.chain):
+        return
     for name in (wanted,) if wanted is not None else ("zb-v", "v-half", "v-min"):
         if state.incumbents.beats(name, scope.bound):
             return

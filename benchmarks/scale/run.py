@@ -6,7 +6,8 @@ python benchmarks/scale/run.py --effort 3600        what an hour's search gains 
 python benchmarks/scale/run.py --again              all cases anew
 
 Every case runs in a process of its own, so that its peak memory is its own. The costs are computed (`bapipe plan`
-without a profile), so everything here is predicted; `namespaces.py` measures the small end.
+without a profile), so everything here is predicted; benchmarks/overlap measures
+the small end.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from bapipe.schedule.inflight import declining_caps, full_overlap_caps
 from bapipe.schedule.validate import require_valid
 from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.simulate import simulate
+from example_counts import examples
 
 
 def plan_of(**request: object) -> Plan:
@@ -44,7 +45,7 @@ def test_a_line_falls_to_one() -> None:
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 24))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_k_can_be_run(first: int, replicas: list[int], microbatches: int) -> None:
     caps = declining_caps(first, replicas, microbatches)
     assert caps == sorted(caps, reverse=True)

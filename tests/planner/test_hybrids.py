@@ -17,6 +17,7 @@ from bapipe.planner.evaluate import evaluate
 from bapipe.planner.hybrids import balanced_hybrids
 from bapipe.planner.pipelines import FAMILIES, build
 from bapipe.schedule.v_shape import V_SHAPED
+from example_counts import examples
 from made_profiles import made_cluster, made_profile
 
 VGG = [5.7, 33.7, 12.3, 26.5, 11.3, 19.3, 20.7, 11.9, 14.2, 15.0, 7.3, 7.4, 8.0, 3.5, 0.6, 0.3]
@@ -42,7 +43,7 @@ def test_what_has_the_time_is_replicated_and_what_has_the_weights_is_not() -> No
     assert unreplicated
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     work=st.lists(st.integers(1, 9).map(float), min_size=6, max_size=9),
     count=st.integers(3, 5),

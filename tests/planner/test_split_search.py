@@ -19,6 +19,7 @@ from bapipe.planner import Request, explore
 from bapipe.planner.candidate import Hardware
 from bapipe.planner.intra_layer_cuts import divided_stages, refined
 from bapipe.planner.pipelines import FAMILIES, unreplicated_stages
+from example_counts import examples
 from made_profiles import made_cluster, made_profile
 
 TRANSLATION = [0.01, 0.68, 0.51, 0.37, 0.36, 0.01, 0.36, 0.25, 0.52, 0.52, 0.53, 1.17]
@@ -80,7 +81,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 
 @given(profiles(), st.integers(2, 3), st.sampled_from(SCHEDULES), st.integers(1, 3), st.sampled_from([60.0, 1e9]))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_automatic_choice_is_never_worse_than_a_forced_one(
     profile: Profile, count: int, schedule: str, depth: int, memory: float
 ) -> None:
@@ -119,7 +120,7 @@ def straightforward(chain: Chain, count: int, live: list[int], memory: float) ->
 
 
 @given(profiles(), st.integers(2, 4), st.sampled_from([90.0, 140.0, 1e9]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_cuts_are_those_of_trying_all(profile: Profile, count: int, memory: float) -> None:
     chain = refined(make_chain(profile, ["x"], 1))
     if len(chain) < count:
@@ -146,7 +147,7 @@ def test_the_cuts_are_those_of_trying_all(profile: Profile, count: int, memory: 
 
 
 @given(profiles())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_all_runs_at_once_are_weighed_and_timed_as_one_by_one(profile: Profile) -> None:
     chain = refined(make_chain(profile, ["x"], 1))
     runs = [(first, last) for last in range(len(chain)) for first in range(last + 1)]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bapipe.errors import InfeasibleError
 from bapipe.planner.partition.exact.solve import UNLIMITED, Problem, Solution, solve
 from bapipe.simulator.engine import numba_available
+from example_counts import examples
 
 LAYERS = {1: 10, 2: 10, 3: 10, 4: 9}
 """most layers by accelerators, which keeps brute force within some ten thousand plans"""
@@ -79,7 +80,7 @@ def solved(problem: Problem, **options: Any) -> Solution | None:
         return None
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_no_plan_is_faster(problem: Problem) -> None:
     every = {plan: time_of(problem, plan) for plan in plans(problem)}
@@ -97,7 +98,7 @@ def test_no_plan_is_faster(problem: Problem) -> None:
     assert (solution.fill, solution.steady, solution.update) == pytest.approx(every[chosen], rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_no_plan_has_a_smaller_bottleneck(problem: Problem) -> None:
     every = [time_of(problem, plan) for plan in plans(problem)]
@@ -115,7 +116,7 @@ def test_no_plan_has_a_smaller_bottleneck(problem: Problem) -> None:
 
 
 @pytest.mark.skipif(not numba_available(), reason="numba is not installed")
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_numba_gives_the_same_plan(problem: Problem) -> None:
     assert solved(problem, engine="numba") == solved(problem, engine="python")

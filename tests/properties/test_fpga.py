@@ -16,6 +16,7 @@ from bapipe.fpga.outcome import dimension
 from bapipe.hardware.cluster import Cluster
 from bapipe.models.layers import Model
 from bapipe.planner import Request
+from example_counts import examples
 from fpga_cases import board_type, chain_of, conv_model
 
 FLUID = Parameters(allocation="fluid", slices=2)
@@ -53,7 +54,7 @@ def planned(model: Model, cluster: Cluster, parameters: Parameters) -> FpgaExplo
         return None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(models(), clusters(), st.sampled_from(["integer", "fluid"]), st.booleans())
 def test_no_board_is_asked_for_more_than_it_has(
     model: Model, cluster: Cluster, allocation: str, park: bool
@@ -85,7 +86,7 @@ def test_no_board_is_asked_for_more_than_it_has(
         assert max(board.compute, board.ddr) <= board.interval * more
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(models(), clusters())
 def test_every_byte_lies_somewhere(model: Model, cluster: Cluster) -> None:
     found = planned(model, cluster, Parameters(slices=4))
@@ -105,7 +106,7 @@ def test_every_byte_lies_somewhere(model: Model, cluster: Cluster) -> None:
         assert off == pytest.approx(board.ddr_used, rel=1e-6, abs=1.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(models(), clusters(), st.sampled_from(["integer", "fluid"]))
 def test_the_simulator_confirms_the_closed_form(model: Model, cluster: Cluster, allocation: str) -> None:
     found = planned(model, cluster, Parameters(allocation=allocation, slices=4))  # type: ignore[arg-type]
@@ -119,7 +120,7 @@ def test_the_simulator_confirms_the_closed_form(model: Model, cluster: Cluster, 
 FIGURES = ("board.dsp", "board.ram", "board.ddr", "link")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(models(), clusters(ddr=True), st.sampled_from(FIGURES), st.sampled_from([1.1, 2.0, 7.0]))
 def test_more_of_a_resource_never_makes_the_best_plan_slower(
     model: Model, cluster: Cluster, figure: str, factor: float
@@ -144,7 +145,7 @@ def test_more_of_a_resource_never_makes_the_best_plan_slower(
     assert after.best.time <= before.best.time * (1 + 1e-8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(models(), clusters(), st.sampled_from(["fbp-as", "1f1b-as"]), st.sampled_from([1, 2]))
 def test_the_exact_search_finds_what_trying_all_cuts_finds(
     model: Model, cluster: Cluster, schedule: str, microbatch: int

@@ -33,6 +33,7 @@ from bapipe.simulator.lowering import Network, Route, lower
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.steady_period import steady_period
 from bapipe.simulator.timeline import Timeline
+from example_counts import examples
 
 STAGES, MICROBATCHES = st.integers(1, 7), st.integers(1, 24)
 TIME, TRANSFER = st.integers(1, 40), st.integers(0, 40)
@@ -78,7 +79,7 @@ def capped_cases(draw: st.DrawFn) -> tuple[list[int], Costs, int]:
 
 
 class TestClosedForms:
-    @settings(max_examples=400)
+    @settings(max_examples=examples(400))
     @given(
         N=STAGES,
         M=st.integers(1, 40),
@@ -89,13 +90,21 @@ class TestClosedForms:
         k=st.integers(1, 5),
     )
     def test_unified(self, N: int, M: int, F: int, B: int, share: float, d: int, k: int) -> None:
-        SR = math.floor(share * (F + B if k == 1 else min(F, B)))
+        SR = math.floor(share * (F + B if k == 1 and d <= 3 else min(F, B)))
         schedule = capped(N, M, [k + d * (N - i) for i in range(1, N + 1)])
         costs = Costs.of(N, forward=F, backward=B, transfer=SR)
         assert simulate(schedule, costs).time == unified_time(N, M, F, B, SR, d=d, k=k)
         form = closed_form(schedule, costs)
         assert form is not None
         assert form.valid
+
+    @pytest.mark.parametrize(("d", "time"), [(3, 22), (4, 24), (5, 24)])
+    def test_many_forwards_ahead_queue_up_on_slow_links(self, d: int, time: int) -> None:
+        """N = 3, M = 5: the formula has 22 for each, and says where it does not hold."""
+        schedule, costs = capped(3, 5, [1 + 2 * d, 1 + d, 1]), Costs.of(3, forward=1, backward=1, transfer=2)
+        form = closed_form(schedule, costs)
+        assert form is not None
+        assert (simulate(schedule, costs).time, form.time, form.valid) == (time, 22, d == 3)
 
     @given(N=STAGES, M=st.integers(1, 40), F=TIME, B=TIME, SR=TRANSFER)
     def test_whatever_says_that_it_holds_does(self, N: int, M: int, F: int, B: int, SR: int) -> None:
@@ -207,7 +216,7 @@ class TestBounds:
             assert timeline.time >= slowest * (1 - 1e-12), name
             assert -1e-12 <= timeline.bubble < 1, name
 
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(case=capped_cases(), sending=st.sampled_from(["after-compute", "cut-through"]))
     def test_steady_period_is_reached(self, case: tuple[list[int], Costs, int], sending: str) -> None:
         """420 is a multiple of every turn count that these caps can give up to 7, so whole cycles are compared."""
@@ -283,7 +292,7 @@ def kinds_of_schedules(N: int, M: int, replicas: list[int]) -> list[tuple[Schedu
 
 @pytest.mark.skipif(not numba_available(), reason="numba is not installed")
 class TestEngines:
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(N=st.integers(1, 5), M=st.integers(1, 12), data=st.data())
     def test_numba_and_python_agree_bit_for_bit(self, N: int, M: int, data: st.DataObject) -> None:
         share = data.draw(st.floats(0.1, 3))  # so that sums round
@@ -307,7 +316,7 @@ class TestEngines:
 
 
 class TestDisciplines:
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(N=st.integers(1, 5), M=st.integers(1, 12), data=st.data())
     def test_order_of_claims_is_moot_without_contention(self, N: int, M: int, data: st.DataObject) -> None:
         """Where every link has one sending lane, running ahead gives what strict order of time gives."""

@@ -29,6 +29,7 @@ from bapipe.schedule.schedule_file import ScheduleFile, read_schedule, write_sch
 from bapipe.schedule.validate import check, require_valid
 from bapipe.simulator.action_costs import Costs, ReplicaCosts
 from bapipe.simulator.simulate import simulate
+from example_counts import examples
 
 
 @st.composite
@@ -46,7 +47,7 @@ def dealt_pipelines(draw: st.DrawFn) -> Schedule:
     return capped(stages, microbatches, caps, replicas=counts, dealing=dealing)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(dealt_pipelines())
 def test_every_stage_takes_every_micro_batch_once_and_no_order_stops(schedule: Schedule) -> None:
     require_valid(schedule, sends="windowed")
@@ -65,7 +66,7 @@ def test_every_stage_takes_every_micro_batch_once_and_no_order_stops(schedule: S
             assert held == min(cap, len(own))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=3, max_size=12), st.integers(1, 30))
 def test_shares_of_a_row(sequence: list[int], length: int) -> None:
     dealing, replicas = (*sequence, 0, 1, 2), 3

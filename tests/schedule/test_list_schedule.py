@@ -15,6 +15,7 @@ from bapipe.schedule.list_schedule import Preference, StageTimes, timed_order
 from bapipe.schedule.validate import check
 from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.simulate import simulate
+from example_counts import examples
 
 PREFERENCES = tuple(
     Preference(forward_first=first, gap=gap) for first, gap in product((True, False), (0.0, 0.5, 1.0))
@@ -63,7 +64,7 @@ stage_times = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(stage_times, min_size=1, max_size=5), st.integers(1, 9), st.sampled_from(PREFERENCES))
 def test_any_order_is_right_and_keeps_to_its_memory(
     stages: list[StageTimes], count: int, preference: Preference

@@ -24,6 +24,7 @@ from bapipe.schedule.looped_order import (
 from bapipe.schedule.validate import check, require_valid
 from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.simulate import simulate
+from example_counts import examples
 
 TIME = st.integers(1, 20)
 
@@ -90,7 +91,7 @@ def test_of_equal_stages_the_first_choice_takes_as_long_as_the_published_order(
     assert seconds == pytest.approx(simulate(published, costs).time)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(own=stages(), microbatches=st.integers(1, 8), choice=st.sampled_from(LOOPED_CHOICES))
 def test_orders_are_right_and_take_what_they_say(
     own: list[LoopedStage], microbatches: int, choice: LoopedChoice
@@ -110,7 +111,7 @@ def test_orders_are_right_and_take_what_they_say(
     assert simulate(made, free).time <= seconds * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(own=stages(), microbatches=st.integers(1, 8), rooms=st.integers(0, 40))
 def test_memory_is_kept_to_but_for_what_a_rank_needs_to_go_on(
     own: list[LoopedStage], microbatches: int, rooms: int

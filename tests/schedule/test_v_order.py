@@ -16,6 +16,7 @@ from bapipe.schedule.v_order import quickest_v_order, v_orders
 from bapipe.schedule.validate import check
 from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.simulate import simulate
+from example_counts import examples
 
 TIME, BYTES = st.integers(1, 20), st.integers(0, 9)
 NAMES = st.sampled_from(["zb-v", "v-half", "v-min"])
@@ -68,7 +69,7 @@ def held_bytes(schedule: Schedule, own: list[StageTimes]) -> list[float]:
     return peaks
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(own=stages(), name=NAMES, microbatches=st.integers(1, 14))
 def test_every_order_is_right_and_within_the_published_memory(
     own: list[StageTimes], name: str, microbatches: int
@@ -81,7 +82,7 @@ def test_every_order_is_right_and_within_the_published_memory(
         assert 2 * max(timeline.peak_activations()) <= v_activations(name, ranks)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(own=stages(), name=NAMES, microbatches=st.integers(1, 10), data=st.data())
 def test_orders_keep_to_the_bytes_of_each_rank(
     own: list[StageTimes], name: str, microbatches: int, data: st.DataObject

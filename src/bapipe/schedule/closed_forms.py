@@ -25,11 +25,15 @@ class ClosedForm:
     """the range, as a person reads it"""
 
 
+_FEW_AHEAD = 3
+"""d up to which a link with SR ≤ F+B keeps up with the forwards of 1F1B with caps 1 + d(N−i)"""
+
+
 def unified_time(N: int, M: int, F: float, B: float, SR: float, *, d: int, k: int) -> float:
     """1F1B with caps K_i = k + d(N−i) on links that send after the compute.
 
-    Exact for SR ≤ F+B if k = 1, and for SR ≤ min(F, B) if k ≥ 2. (d, k) = (1, 1) is Table II's 1F1B-SNO and
-    (2, 2) its 1F1B-SO.
+    Exact for SR ≤ F+B if k = 1 and d ≤ 3, else for SR ≤ min(F, B): with more forwards ahead, transfers that take
+    longer than a forward queue up. (d, k) = (1, 1) is Table II's 1F1B-SNO and (2, 2) its 1F1B-SO.
     """
     P = F + B
     stalls = max(0, (M - k) * (N - 1) // (d * (N - 1) + 1))
@@ -112,8 +116,8 @@ def _capped(schedule: Schedule, N: int, M: int, F: float, B: float, SR: float) -
     if form is None or not schedule.name.startswith("1f1b"):
         return None
     d, k = form
-    valid = N == 1 or (SR <= F + B if k == 1 else min(F, B) >= SR)
-    condition = "SR <= F+B" if k == 1 else "SR <= min(F, B)"
+    most, condition = (F + B, "SR <= F+B") if k == 1 and d <= _FEW_AHEAD else (min(F, B), "SR <= min(F, B)")
+    valid = N == 1 or most >= SR
     return ClosedForm(time=unified_time(N, M, F, B, SR, d=d, k=k), valid=valid, condition=condition)
 
 

@@ -31,6 +31,12 @@ class Tuning:
     smallest that fits always is"""
     searched_depths: int = 3
     """depths of pipelines of one type each that are searched on a mixed cluster, the best by an outline"""
+    beside_depth: float = 1.25
+    """times as deep, or as shallow, that such pipelines may be to be compared by what they leave over"""
+    more_idle: float = 0.02
+    """share of the cluster's speed that one of these may leave over beyond another"""
+    dealing_rounds: int = 3
+    """times that their micro-batches are dealt anew by what the simulator says of the last dealing"""
     dealt_ranks: int = 128
     """ranks of one copy of such pipelines, at most"""
     dealt_plans: int = 2

@@ -35,14 +35,6 @@ from bapipe.schedule.dealing import Dealing, dealt_counts
 
 __all__ = ["deal_pipelines"]
 
-_ROUNDS = 3
-"""times that micro-batches are dealt anew by what the simulator says of the last dealing"""
-
-_BESIDE = 1.25
-"""times as deep, or as shallow, that pipelines may be to be compared by what they leave over"""
-_MORE_IDLE = 0.02
-"""share of the cluster's speed that one of these may leave over beyond another"""
-
 Numbers = Mapping[str, int]
 """pipelines of each type"""
 
@@ -133,8 +125,8 @@ def _depths(state: SearchState, counts: Numbers) -> Iterator[tuple[int, Numbers]
                 shares.append(copies * depth * sum(number * speeds[name] for name, number in each.items()))
         used.append(max(shares, default=0.0) / whole)
     for depth in range(1, deepest + 1):
-        beside = used[int(depth / _BESIDE) : math.ceil(depth * _BESIDE)]
-        if used[depth - 1] >= max(1 - WORTH_IDLE, max(beside) - _MORE_IDLE):
+        beside = used[int(depth / state.tuning.beside_depth) : math.ceil(depth * state.tuning.beside_depth)]
+        if used[depth - 1] >= max(1 - WORTH_IDLE, max(beside) - state.tuning.more_idle):
             yield depth, {name: count // depth for name, count in counts.items() if count >= depth}
 
 
@@ -235,7 +227,7 @@ def _deal(state: SearchState, plan: Candidate, depth: int, numbers: Numbers) -> 
         return evaluation
 
     found: dict[Dealing, Evaluation] = {}
-    for _ in range(_ROUNDS):
+    for _ in range(state.tuning.dealing_rounds):
         dealing = deal(each, fill, pipelines, own)
         if dealing is None:
             # The type that takes longest for its first micro-batch has none: the others do without it.
@@ -276,4 +268,4 @@ def _divided(state: SearchState, depth: int, numbers: Numbers, microbatches: int
         if used >= 1 - WORTH_IDLE and not (much or len(pipelines) > pipelines.copies * state.tuning.dealt_ranks):
             found.append((used, pipelines))
     most = max((used for used, _ in found), default=0.0)
-    return next((pipelines for used, pipelines in found if used >= most - _MORE_IDLE), None)
+    return next((pipelines for used, pipelines in found if used >= most - state.tuning.more_idle), None)

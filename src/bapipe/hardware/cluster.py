@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -20,6 +21,7 @@ __all__ = [
     "Link",
     "Uplink",
     "is_fpga_cluster",
+    "numbered_names",
 ]
 
 LEAST_RATE = 1e-9
@@ -90,6 +92,16 @@ class Accelerator:
     node: str
     groups: tuple[str, ...] = ()
     """its group at each of the cluster's levels, smallest first; "": none"""
+
+
+def numbered_names(nodes: Iterable[str]) -> list[str]:
+    """The names node/index of accelerators in these nodes, counted within each node."""
+    counted: Counter[str] = Counter()
+    names = []
+    for node in nodes:
+        names.append(f"{node}/{counted[node]}")
+        counted[node] += 1
+    return names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.hardware.catalog import catalog_aliases, find_type, load_catalog
 from bapipe.hardware.catalog.accelerator_types import TypeEntry, accelerator_type
-from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link, numbered_names
 from bapipe.hardware.cluster_levels import LevelEntry, joins_all, read_levels
 from bapipe.hardware.link_entries import LinkEntry, read_bandwidth, read_link
 from bapipe.io.decode import decode
@@ -124,13 +124,10 @@ def _count(count: int, already: int, *, what: str) -> int:
 
 def _named(members: list[tuple[str, str]]) -> tuple[Accelerator, ...]:
     """(type, node) pairs -> accelerators called node/index, counted within each node."""
-    next_index: dict[str, int] = {}
-    accelerators = []
-    for kind, node in members:
-        index = next_index.get(node, 0)
-        next_index[node] = index + 1
-        accelerators.append(Accelerator(name=f"{node}/{index}", type=kind, node=node))
-    return tuple(accelerators)
+    names = numbered_names(node for _, node in members)
+    return tuple(
+        Accelerator(name=name, type=kind, node=node) for name, (kind, node) in zip(names, members, strict=True)
+    )
 
 
 def _default_link(types: dict[str, AcceleratorType], *, what: str) -> Link:

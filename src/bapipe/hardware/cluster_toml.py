@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bapipe.hardware.cluster import AcceleratorType, Cluster, Level, Link
+from bapipe.hardware.cluster import AcceleratorType, Cluster, Level, Link, numbered_names
 from bapipe.io.files import toml_string
 
 __all__ = ["cluster_toml"]
@@ -55,15 +54,12 @@ def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
 
 def _as_read(cluster: Cluster) -> Cluster:
     """With accelerators named as the reader names them, and the link between nodes that it asks for."""
-    counted: Counter[str] = Counter()
-    names = {}
-    for item in cluster.accelerators:
-        names[item.name] = f"{item.node}/{counted[item.node]}"
-        counted[item.node] += 1
+    numbered = numbered_names(item.node for item in cluster.accelerators)
+    names = dict(zip((item.name for item in cluster.accelerators), numbered, strict=True))
     return replace(
         cluster,
         accelerators=tuple(replace(item, name=names[item.name]) for item in cluster.accelerators),
-        between=cluster.within if cluster.between is None and len(counted) > 1 else cluster.between,
+        between=cluster.within if cluster.between is None and len(cluster.nodes) > 1 else cluster.between,
         pairs={" - ".join(names[end] for end in key.split(" - ")): link for key, link in cluster.pairs.items()},
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from bapipe.costs.profile import Profile
 from bapipe.costs.recomputed_layers import as_runs, recomputing
-from bapipe.costs.segments import Chain, make_chain
+from bapipe.costs.segments import Chain, Floats, make_chain
 from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
@@ -131,11 +131,15 @@ class SearchState:
         """
         return self.global_batch / chain.microbatch * ideal_seconds(chain, self.cluster, depth)
 
+    def static_bytes(self, chain: Chain) -> Floats:
+        """Of each unit, weights, gradients and optimizer state, none of them shared."""
+        return UnitBytes.of(chain).always(self.hardware.static_copies())
+
     def too_large(self, chain: Chain) -> bool:
         """Whether no pipeline without replicas fits, however it is cut: weights, gradients and optimizer state of
         one unit alone are more than every accelerator has, or those of all more than all have together."""
         memories = [self.cluster.type_of(index).memory for index in range(len(self.cluster))]
-        needed = UnitBytes.of(chain).always(self.hardware.static_copies())
+        needed = self.static_bytes(chain)
         return float(needed.max()) > max(memories) or float(needed.sum()) > sum(memories)
 
     def consider(self, family: str, candidate: Candidate) -> None:

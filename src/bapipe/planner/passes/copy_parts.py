@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from bapipe.costs.stage_memory import UnitBytes
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.planner.candidate import Candidate, StageChoice
 from bapipe.planner.cluster_parts import Part, copies_on, copies_wanted, mixed, parts_of
@@ -85,7 +84,7 @@ def _trials(state: SearchState) -> Iterator[_Trial]:
 def _may_fit(state: SearchState, part: Part) -> bool:
     """Whether the part has memory for one copy of weights, gradients and optimizer state."""
     chain = state.chain(min(state.sizes))
-    needed = float(UnitBytes.of(chain).always(state.hardware.static_copies()).sum())
+    needed = float(state.static_bytes(chain).sum())
     return needed <= sum(part.cluster.type_of(index).memory for index in range(len(part)))
 
 

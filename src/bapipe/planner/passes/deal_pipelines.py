@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError
 from bapipe.planner.candidate import Candidate, unreplicated
@@ -90,7 +89,7 @@ def _of_one_type(state: SearchState, name: str) -> SearchState:
 def _trials(state: SearchState, base: SearchState, counts: Numbers) -> Iterator[_DepthTrial]:
     """Outlines of pipelines of every depth; ends where deeper ones have stopped to be faster."""
     chain = base.chain(min(state.sizes))
-    needed = float(UnitBytes.of(chain).always(state.hardware.static_copies()).sum())
+    needed = float(state.static_bytes(chain).sum())
     fastest, slower = float("inf"), 0
     for depth, numbers in _depths(state, counts):
         if slower == state.tuning.slower_parts:

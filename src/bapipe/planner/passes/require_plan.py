@@ -56,8 +56,7 @@ def _nothing_fits(state: SearchState) -> InfeasibleError:
     together = [item for item in closest.candidate.stages if item.accelerators == choice.accelerators]
     names = chain.profile.layers
     first, last = chain.units[choice.first].layer, chain.units[choice.last].layer
-    units = UnitBytes.of(chain)
-    each = units.always(hardware.static_copies()) + units.saved_activations * closest.inflight[stage]
+    each = state.static_bytes(chain) + UnitBytes.of(chain).saved_activations * closest.inflight[stage]
     heaviest = chain.units[choice.first + int(each[choice.first : choice.last + 1].argmax())].layer
     need = closest.memory[stage]
     more = f", with {len(together) - 1} more on its accelerator" if len(together) > 1 else ""

@@ -24,8 +24,10 @@ from bapipe.reporting.views.memory_view import memory_view
 from bapipe.simulator.timeline import Timeline
 
 __all__ = [
+    "fill_page",
     "fill_template",
     "make_subject",
+    "page_asset",
     "page_script",
     "page_style",
     "pictures",
@@ -83,27 +85,41 @@ def timelines_of(subject: Subject) -> dict[str, Timeline]:
     return timelines
 
 
+_MOUNT = 'bapipe.mount(document, JSON.parse(document.getElementById("bapipe-data").textContent));'
+
+
 def render_report(subject: Subject) -> str:
     """The page. It asks for nothing from elsewhere, and its policy forbids that it could."""
+    return fill_page(
+        title=safe(f"{subject.plan.model.name[:80]}: BaPipe report", 100),
+        style=page_style(),
+        sections=sections_html(subject),
+        data=page_data(timelines_of(subject)),
+        script=f"{page_script()}\n{_MOUNT}",
+    )
+
+
+def fill_page(*, title: str, style: str, sections: str, data: object, script: str) -> str:
+    """A page of its own, with all that it needs; `title` is safe, `script` reads the data from `#bapipe-data`."""
     values = {
-        "title": safe(f"{subject.plan.model.name[:80]}: BaPipe report", 100),
-        "style": page_style(),
+        "title": title,
+        "style": style,
         "patterns": "".join(patterns(LOOKS)),
-        "sections": sections_html(subject),
-        "data": script_json(page_data(timelines_of(subject))),
-        "script": page_script(),
+        "sections": sections,
+        "data": script_json(data),
+        "script": script,
     }
-    return fill_template(_asset("page.html"), values)
+    return fill_template(page_asset("page.html"), values)
 
 
 def page_style() -> str:
     """The style sheet of the sections and their charts, in light and dark."""
-    return f"{_theme()}\n{_asset('page.css')}\n{chart_style({name: f'var(--{name})' for name in LIGHT})}"
+    return f"{_theme()}\n{page_asset('page.css')}\n{chart_style({name: f'var(--{name})' for name in LIGHT})}"
 
 
 def page_script() -> str:
     """What draws timelines: `bapipe.mount(document, data)` with the data of `page_data`. The one name it takes."""
-    parts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    parts = "\n".join(page_asset(f"{name}.js") for name in _SCRIPTS)
     return f'"use strict";\nconst bapipe = (() => {{\n{parts}\nreturn api;\n}})();\n'
 
 
@@ -133,7 +149,8 @@ def trace_of(subject: Subject) -> str:
     return trace_json(timelines_of(subject))
 
 
-def _asset(name: str) -> str:
+def page_asset(name: str) -> str:
+    """The text of a file beside the template."""
     return files("bapipe.reporting.html").joinpath("page", name).read_text(encoding="utf-8")
 
 

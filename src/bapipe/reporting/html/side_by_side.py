@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 
 import numpy as np
 
@@ -11,11 +10,9 @@ from bapipe.errors import BaPipeError
 from bapipe.records.plan import Plan
 from bapipe.reporting.charts.frame import safe
 from bapipe.reporting.charts.rank_memory import memory_chart
-from bapipe.reporting.drawing.action_styles import LOOKS
-from bapipe.reporting.drawing.patterns import patterns
-from bapipe.reporting.html.document import fill_template, make_subject, page_script, page_style
+from bapipe.reporting.html.document import fill_page, make_subject, page_asset, page_script, page_style
 from bapipe.reporting.html.elements import figure, picture, seconds, section, share, size, table
-from bapipe.reporting.html.page_data import page_data, script_json
+from bapipe.reporting.html.page_data import page_data
 from bapipe.reporting.html.sections import Subject, timeline_section
 from bapipe.reporting.terminal.plan_table import shape
 from bapipe.reporting.views.memory_view import MemoryView
@@ -52,17 +49,17 @@ def render_side_by_side(plans: Sequence[Plan]) -> str:
         timeline_section(microbatches, choices=_CHOICES, more=_PLAYER),
         section("memory", "Memory over time", _memory(subjects)),
     ]
-    values = {
-        "title": safe(f"{first[:80]}: two plans side by side", 120),
-        "style": f"{page_style()}\n{_asset('side_by_side.css')}",
-        "patterns": "".join(patterns(LOOKS)),
-        "sections": "\n".join(sections),
-        "data": script_json(data),
-        "script": f"{page_script()}\n{_asset('player.js')}",
-    }
-    return fill_template(_asset("side_by_side.html"), values)
+    return fill_page(
+        title=safe(f"{first[:80]}: two plans side by side", 120),
+        style=f"{page_style()}\n{page_asset('side_by_side.css')}",
+        sections="\n".join(sections),
+        data=data,
+        script=f"{page_script()}\n{page_asset('player.js')}\n{_START}",
+    )
 
 
+_START = """const data = JSON.parse(document.getElementById("bapipe-data").textContent);
+const player = new Player(document, bapipe.mount(document, data), data);"""
 _CHOICES = (("both", "A and B"), *((name, name) for name in NAMES))
 _PLAYER = (
     '<div class="player" id="player"><button type="button" id="play" aria-pressed="false">Play</button>'
@@ -111,7 +108,3 @@ def _memory(subjects: Sequence[Subject]) -> str:
         for name, subject in zip(NAMES, subjects, strict=True)
     )
     return f'<div class="pair">{"".join(panels)}</div>'
-
-
-def _asset(name: str) -> str:
-    return files("bapipe.reporting.html").joinpath("page", name).read_text(encoding="utf-8")

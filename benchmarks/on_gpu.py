@@ -27,7 +27,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks" / "peers_training"))
+sys.path[:0] = [str(ROOT / "benchmarks" / "peers_training"), str(ROOT / "src")]
 FAULTS = 24
 """of the matrix, run on slices"""
 PIPEDREAM = 200
@@ -139,7 +139,7 @@ def _faults_state(runs: Runs) -> tuple[int, int, str]:
 
 
 def _pipedream_command(runs: Runs, left: float) -> list[str]:
-    times, jobs = ("2", "1") if runs.tiny else (str(PIPEDREAM), "6")
+    times, jobs = ("2", "1") if runs.tiny else (str(PIPEDREAM), "12")
     words = ["benchmarks/reliability/pipedream_runs.py", "--times", times, "--jobs", jobs]
     words += ["--device", "cpu" if runs.tiny else "cuda", "--seconds", f"{left - MARGIN:.0f}"]
     return [*words, "--out", str(runs.of("pipedream") / "result.json")]

@@ -21,6 +21,7 @@ from typing import Any
 from fault_cases import EVERY, STEPS, TIMEOUT, Fault, make_plan
 
 from bapipe.records.plan import write_plan
+from bapipe.torch.launch.shared_memory import left_files
 
 __all__ = ["Command", "Machine", "baseline", "judged_problems", "run_fault"]
 
@@ -75,17 +76,25 @@ def _processes(marker: str) -> dict[int, str]:
     return found
 
 
-def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+class _Watch:
+    """Notes the processes of a run while it lasts."""
 
+    def __init__(self, marker: str) -> None:
+        self.seen: set[int] = set()
+        self._marker = marker
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
 
-def _orphaned(names: set[str]) -> list[str]:
-    """Of files in shared memory those that name a process which has ended."""
-    return sorted(
-        name
-        for name in names
-        if (numbers := re.findall(r"\d{2,}", name)) and not any(Path(f"/proc/{one}").exists() for one in numbers)
-    )
+    def _look(self) -> None:
+        while not self._over.wait(0.2):
+            self.seen.update(_processes(self._marker))
+
+    def end(self) -> set[int]:
+        """All that were seen."""
+        self._over.set()
+        self._thread.join()
+        return self.seen
 
 
 def run_command(plan: Path, *options: str, machine: Machine, fault: Path | None) -> Command:
@@ -101,7 +110,7 @@ def run_command(plan: Path, *options: str, machine: Machine, fault: Path | None)
         "OMP_NUM_THREADS": "1",
         **({} if fault is None else {"BAPIPE_FAULT": str(fault)}),
     }
-    shared, made, begun = _shared_memory(), Command(), time.time()
+    made, begun, watch = Command(), time.time(), _Watch(marker)
     process = subprocess.Popen(
         [sys.executable, "-m", "bapipe", "run", str(plan), "--json", "--steps", str(STEPS), "--timeout",
          f"{TIMEOUT:g}", *machine.options, *options],
@@ -132,7 +141,7 @@ def run_command(plan: Path, *options: str, machine: Machine, fault: Path | None)
     for reader in readers:
         reader.join()
     made.left_files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if not path.is_dir()]
-    made.left_files += [f"/dev/shm/{name}" for name in _orphaned(_shared_memory() - shared)]
+    made.left_files += map(str, left_files(watch.end()))
     return made
 
 

@@ -63,7 +63,7 @@ class Worker:
             return {**lost, "wrong": f"the process ended with {code}", "seconds": time.monotonic() - began}
         found: dict[str, Any] = json.loads(answer)
         if found["wrong"] is None and found["seconds"] > CPU_LIMIT:
-            found["wrong"] = "slow"
+            return {**lost, **found, "wrong": "slow"}
         return found
 
     def _start(self) -> None:

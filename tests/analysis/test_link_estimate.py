@@ -96,6 +96,15 @@ def test_a_link_that_is_always_busy_is_found_again(latency: float) -> None:
     assert found.ratio == pytest.approx(60.0, rel=1e-6)
 
 
+def test_a_link_that_was_described_absurdly_is_corrected_to_what_a_file_may_hold() -> None:
+    plan = _plan(replace(made_cluster({"x": 2}), within=Link(bandwidth=1e9, latency=1e18)), stages=2)
+    true = replace(plan.cluster, within=Link(bandwidth=1e9, latency=1e-5))
+    (found,) = estimate_links(plan, plan_timeline(replace(plan, cluster=true)))
+    assert found.corrected is not None
+    assert found.corrected.bandwidth == 1e30
+    assert found.corrected.latency == pytest.approx(1e-5, rel=1e-3)
+
+
 def _late(timeline: Timeline, seconds: float) -> Timeline:
     """Every receiver takes note so much later than it could."""
     return replace(timeline, transfers=replace(timeline.transfers, arrival=timeline.transfers.arrival + seconds))

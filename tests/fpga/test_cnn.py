@@ -71,6 +71,16 @@ def test_a_kernel_that_is_not_square_is_told_by_its_flops() -> None:
     assert loops.taps == 7
 
 
+def test_more_channels_than_any_layer_has_are_refused() -> None:
+    """To list the ways to unroll 1.6e9 channels would take half a minute, and 1.8e13 all memory."""
+    layer = Layer(
+        name="fc", kind="linear", forward_flops=2.0 * 256 * 1_638_400_000, parameters=1, output_elements=256,
+        saved_elements=1, split=Split(channels=256),
+    )  # fmt: skip
+    with pytest.raises(BaPipeError, match=r"layer 'fc' has 1,638,400,000 input channels, .* too many.*correct"):
+        make_network(Model(name="m", layers=(layer,), input_elements=1))
+
+
 def test_what_has_no_modules_is_refused() -> None:
     model = builtin_model("gnmt-8")
     with pytest.raises(BaPipeError, match=r"'encoder-1' is of kind lstm.*supports conv, linear and pool"):

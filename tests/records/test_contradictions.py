@@ -46,6 +46,9 @@ def put(*path: Any) -> Change:
 
 
 PLANS = {
+    "node must be a name without '/' and spaces, got '0 GB/s'": put(
+        "cluster", "accelerators", 0, "node", "0 GB/s"
+    ),
     "runs on no accelerator": put("stages", 0, "accelerators", []),
     "which is none": put("stages", 0, "accelerators", ["localhost/1"]),
     "never runs": put("schedule", "lanes", []),
@@ -69,6 +72,8 @@ PLANS = {
     ),
     "memory must be more than 0, got 0": put("cluster", "types", "cpu-core", "memory", 0),
     "must be a share such as 0.8, got -1": put("cluster", "types", "cpu-core", "efficiency", {"memory": -1}),
+    "flops: unknown dtype 'fp31'": put("cluster", "types", "cpu-core", "flops", {"fp31": 1.0}),
+    "compute: unknown dtype 'fp31'": put("cluster", "types", "cpu-core", "efficiency", {"compute": {"fp31": 0.5}}),
     "time must be at least 0, got -1": put("prediction", "time", -1),
     "a link joins two accelerators of the cluster, got 'x - localhost/0'": put(
         "cluster", "pairs", {"x - localhost/0": {"bandwidth": 1.0}}

@@ -18,6 +18,7 @@ import numpy as np
 
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster, Link
+from bapipe.io.decode import LARGEST_NUMBER
 from bapipe.records.plan import Plan
 from bapipe.schedule.actions import Kind
 from bapipe.simulator.timeline import Timeline
@@ -128,8 +129,9 @@ def _estimate(key: str, rows: np.ndarray, link: Link | None) -> LinkEstimate:
     if link is not None and len(rows) >= FEWEST_TRANSFERS:
         low, high = np.percentile(rows[:, 2] / rows[:, 1], (25, 75))
         error = min(_MOST_ERROR, float(high - low) / (2 * ratio))
+        bandwidth = min(link.bandwidth / ratio, LARGEST_NUMBER)
         corrected = replace(
-            link, bandwidth=link.bandwidth / ratio, latency=link.latency * ratio, spread=max(error, link.spread)
+            link, bandwidth=bandwidth, latency=link.latency * ratio, spread=max(error, link.spread)
         )
     return LinkEstimate(
         link=key,

@@ -12,7 +12,7 @@ from bapipe.fpga.fpga_profile import fpga_profile
 from bapipe.fpga.outcome import Outcome, costs_of, simulated
 from bapipe.fpga.replicated_boards import DataParallel
 from bapipe.fpga.stage_sizing import StageLoad, held_layers
-from bapipe.records.plan import Alternative, LayerPart, MemoryParts, Plan, PlanStage, Prediction
+from bapipe.records.plan import Alternative, LayerPart, MemoryParts, Plan, PlanStage, Prediction, gap_over
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.units import format_seconds
 
@@ -43,7 +43,7 @@ def make_fpga_plan(found: FpgaExploration) -> Plan:
             bubble=timeline.bubble,
             exposed_communication=max(timeline.exposed_communication()),
             lower_bound=found.lower_bound,
-            gap=timeline.time / found.lower_bound - 1,
+            gap=gap_over(found.lower_bound, timeline.time),
             source="simulated",
         ),
         alternatives=_alternatives(found, timeline.time),

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.errors import BaPipeError
-from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
-from bapipe.hardware.cluster import AcceleratorType, Cluster
+from bapipe.hardware.cluster import DTYPE_BYTES, AcceleratorType, Cluster
 
 __all__ = ["TRANSCEIVER_RATES", "Board", "boards_of", "make_board", "require_transceivers"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from bapipe.errors import BaPipeError
@@ -11,6 +12,8 @@ __all__ = ["Cnn", "Geometry", "NetLayer", "make_network"]
 
 _WITHOUT_PRODUCTS = ("pool", "norm", "activation", "add", "flatten", "dropout", "other", "layer")
 _LARGEST_STRIDE = 4
+_MOST_TILINGS = 2**19
+"""of one layer that are tried, ten times those of the largest layers there are: every one takes memory and time"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,11 @@ class Geometry:
     @property
     def macs(self) -> float:
         return float(self.inputs) * self.outputs * self.taps * self.pixels
+
+    @property
+    def tilings(self) -> int:
+        """How many ways there are to unroll the loops, about: 2√n for each of n rounds."""
+        return math.prod(2 * math.isqrt(size) for size in (self.inputs, self.outputs, self.taps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +149,11 @@ def make_network(model: Model, *, allocation: str = "integer") -> Cnn:
 
 
 def _require_supported(layer: Layer, geometry: Geometry | None, macs: float, allocation: str) -> None:
+    if geometry is not None and geometry.tilings > _MOST_TILINGS:
+        raise BaPipeError(
+            f"layer '{layer.name[:60]}' has {geometry.inputs:,} input channels, {geometry.outputs:,} output "
+            f"channels and {geometry.taps:,} kernel taps, too many for the FPGA model; correct its FLOPs"
+        )
     if geometry is not None or (macs == 0 and layer.kind in _WITHOUT_PRODUCTS):
         return
     known = layer.kind in ("conv", "linear", "block")

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from bapipe.errors import BaPipeError
+from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.io.amounts import require_amounts
 
 __all__ = [
+    "DTYPE_BYTES",
     "LEAST_RATE",
     "Accelerator",
     "AcceleratorType",
@@ -22,10 +23,25 @@ __all__ = [
     "Uplink",
     "is_fpga_cluster",
     "numbered_names",
+    "require_dtypes",
+    "require_node_name",
 ]
 
 LEAST_RATE = 1e-9
 """bytes/s, FLOP/s or a share: less is 0, because times would not be finite"""
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""bytes of one element; tf32 is a way to multiply fp32 values"""
+
+
+def require_dtypes(names: Iterable[str], *, where: str) -> None:
+    """A FileFormatError unless each is a dtype that an accelerator may have a peak of."""
+    for name in names:
+        if name not in DTYPE_BYTES:
+            known = ", ".join(DTYPE_BYTES)
+            raise FileFormatError(
+                f"{where}: unknown dtype '{name[:60]}'{nearest(name, DTYPE_BYTES)}; use one of {known}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +58,7 @@ class Efficiency:
     """seconds that each layer costs whatever its size, once per pass"""
 
     def __post_init__(self) -> None:
+        require_dtypes(self.compute, where="efficiency: compute")
         for what, share in (*self.compute.items(), ("memory", self.memory)):
             if not LEAST_RATE <= share <= 4:
                 raise BaPipeError(
@@ -76,6 +93,7 @@ class AcceleratorType:
     def __post_init__(self) -> None:
         where, able = f"accelerator type '{self.name[:60]}'", self.kind == "fpga"  # which may have no DDR
         require_amounts(self, where=where, todo="correct it")
+        require_dtypes(self.flops, where=f"{where}: flops")
         rates = {"memory": self.memory, "memory_bandwidth": self.memory_bandwidth} if not able else {}
         for name, value in {**rates, "link_bandwidth": self.link_bandwidth, **self.flops}.items():
             if value is not None and not value >= LEAST_RATE:
@@ -92,6 +110,12 @@ class Accelerator:
     node: str
     groups: tuple[str, ...] = ()
     """its group at each of the cluster's levels, smallest first; "": none"""
+
+
+def require_node_name(node: str, *, where: str) -> None:
+    """A FileFormatError unless an accelerator can be named `node/index`, and a command line can name it."""
+    if not node or "/" in node or " " in node:
+        raise FileFormatError(f"{where}: node must be a name without '/' and spaces, got '{node[:60]}'; rename it")
 
 
 def numbered_names(nodes: Iterable[str]) -> list[str]:

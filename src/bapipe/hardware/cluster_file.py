@@ -10,7 +10,7 @@ from typing import Any, Literal
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.hardware.catalog import catalog_aliases, find_type, load_catalog
 from bapipe.hardware.catalog.accelerator_types import TypeEntry, accelerator_type
-from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link, numbered_names
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link, numbered_names, require_node_name
 from bapipe.hardware.cluster_levels import LevelEntry, joins_all, read_levels
 from bapipe.hardware.link_entries import LinkEntry, read_bandwidth, read_link
 from bapipe.io.decode import decode
@@ -165,10 +165,7 @@ def _cluster(data: dict[str, Any], path: str) -> Cluster:
     members: list[tuple[str, str]] = []
     for index, group in enumerate(entry.accelerators):
         where = f"{path}: accelerators[{index}]"
-        if not group.node or "/" in group.node or " " in group.node:
-            raise FileFormatError(
-                f"{where}: node must be a name without '/' and spaces, got '{group.node[:60]}'; rename it"
-            )
+        require_node_name(group.node, where=where)
         kind = _type_name(group.type, own, where=where)
         members += [(kind, group.node)] * _count(group.count, len(members), what=where)
     types = {kind: own[kind] if kind in own else find_type(kind) for kind, _ in members}

@@ -16,8 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bapipe.errors import BaPipeError, nearest
-from bapipe.hardware.catalog.accelerator_types import DTYPE_BYTES
-from bapipe.hardware.cluster import AcceleratorType
+from bapipe.hardware.cluster import DTYPE_BYTES, AcceleratorType
 
 __all__ = ["DEFAULT_PRECISION", "MASTER_BYTES", "PRECISIONS", "WORDS", "Precision", "find_precision"]
 

@@ -164,10 +164,9 @@ def parse_versioned(
         value = decode(cls, data, where=where)
         if check is not None:
             check(value)
-    except FileFormatError:
-        raise
     except BaPipeError as error:
-        raise FileFormatError(f"{where[:200]}: {error}") from None
+        said = str(error)
+        raise FileFormatError(said if said.startswith(where) else f"{where[:200]}: {said}") from None
     return value
 
 

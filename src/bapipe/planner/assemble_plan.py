@@ -27,6 +27,7 @@ from bapipe.records.plan import (
     PlanReplica,
     PlanStage,
     Prediction,
+    gap_over,
 )
 from bapipe.schedule.schedule_file import ScheduleFile
 from bapipe.units import format_bytes, format_seconds
@@ -58,7 +59,7 @@ def make_plan(found: Exploration) -> Plan:
             bubble=best.timeline.bubble,
             exposed_communication=max(best.timeline.exposed_communication()),
             lower_bound=found.lower_bound,
-            gap=best.time / found.lower_bound - 1,
+            gap=gap_over(found.lower_bound, best.time),
             source=chain.source,
             low=low,
             high=high,

@@ -9,6 +9,7 @@ from typing import Literal
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.precision import Precision, find_precision
+from bapipe.io.decode import LARGEST_NUMBER
 from bapipe.io.files import dump_json, read_versioned, unless_default, write_text
 from bapipe.models.layers import ModelRef
 from bapipe.records.fpga_deployment import Deployment
@@ -26,6 +27,7 @@ __all__ = [
     "PlanReplica",
     "PlanStage",
     "Prediction",
+    "gap_over",
     "read_plan",
     "write_plan",
 ]
@@ -169,6 +171,11 @@ class PlanStage:
         return self if self.replicas is None else self.replicas[self.accelerators.index(accelerator)]
 
 
+def gap_over(lower_bound: float, time: float) -> float:
+    """By how much a time is over its lower bound, as a share; never more than a file may say."""
+    return min(time / lower_bound - 1, LARGEST_NUMBER)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the simulator says of one global batch."""
@@ -182,7 +189,7 @@ class Prediction:
     lower_bound: float
     """seconds: perfect split of the global batch by equation (1), no communication"""
     gap: float
-    """time / lower_bound − 1"""
+    """time / lower_bound − 1, by `gap_over`"""
     source: str
     """measured, analytic, …: where the profile's figures come from"""
     low: float | None = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.errors import BaPipeError
+from bapipe.hardware.cluster import require_node_name
 from bapipe.hardware.precision import find_precision
 from bapipe.io.amounts import require_amounts
 from bapipe.schedule.actions import Kind, Schedule
@@ -27,6 +28,8 @@ def require_consistent(plan: Plan) -> Schedule:
     microseconds each.
     """
     find_precision(plan.dtype)
+    for accelerator in plan.cluster.accelerators:
+        require_node_name(accelerator.node, where=f"accelerator '{accelerator.name[:60]}'")
     for index, stage in enumerate(plan.stages):
         require_amounts(stage, where=f"stage {index}", todo="plan again")
         if stage.memory_parts is not None:

@@ -75,7 +75,7 @@ def require(found: Any, grammar: Any, where: str = "") -> None:
 def apart() -> Plan:
     """The example's two ranks on two nodes, of which one has an odd name."""
     plan = read_plan(REPOSITORY / "examples" / "plan.json")
-    nodes = ("left", "right side")
+    nodes = ("left", "right-side")
     named = [
         replace(one, name=f"{node}/0", node=node)
         for one, node in zip(plan.cluster.accelerators, nodes, strict=True)
@@ -122,7 +122,7 @@ def test_the_script_for_ray_is_python_and_names_every_node(apart: Plan) -> None:
         for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    assert names == {"NODES": [("left", 1), ("right side", 1)], "PROGRAM": PROGRAM, "PORT": 4000}
+    assert names == {"NODES": [("left", 1), ("right-side", 1)], "PROGRAM": PROGRAM, "PORT": 4000}
     assert "use_gpu=False" in text
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bapipe.errors import BaPipeError, FileFormatError, nearest
-from bapipe.hardware.cluster import LEAST_RATE, AcceleratorType, Efficiency
+from bapipe.errors import BaPipeError, FileFormatError
+from bapipe.hardware.cluster import LEAST_RATE, AcceleratorType, Efficiency, require_dtypes
 from bapipe.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
-__all__ = ["DTYPE_BYTES", "BoardEntry", "EfficiencyEntry", "TypeEntry", "accelerator_type"]
-
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-"""bytes of one element; tf32 is a way to multiply fp32 values"""
+__all__ = ["BoardEntry", "EfficiencyEntry", "TypeEntry", "accelerator_type"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +120,9 @@ def _board(entry: BoardEntry, *, where: str) -> dict[str, float]:
 
 
 def _flops(entry: TypeEntry, board: dict[str, float], *, where: str) -> dict[str, float]:
+    require_dtypes(entry.flops, where=f"{where}: flops")
     flops = {}
     for dtype, value in entry.flops.items():
-        if dtype not in DTYPE_BYTES:
-            known = ", ".join(DTYPE_BYTES)
-            raise FileFormatError(
-                f"{where}: flops: unknown dtype '{dtype[:60]}'{nearest(dtype, DTYPE_BYTES)}; use one of {known}"
-            )
         what = f"{where}: flops: {dtype}"
         flops[dtype] = _positive(parse_flops(value, what=what), what=what)
     if not flops and board:
@@ -140,12 +133,7 @@ def _flops(entry: TypeEntry, board: dict[str, float], *, where: str) -> dict[str
 
 
 def _efficiency(entry: EfficiencyEntry, *, where: str) -> Efficiency:
-    for dtype in entry.compute:
-        if dtype not in DTYPE_BYTES:
-            known = ", ".join(DTYPE_BYTES)
-            raise FileFormatError(
-                f"{where}: compute: unknown dtype '{dtype[:60]}'{nearest(dtype, DTYPE_BYTES)}; use one of {known}"
-            )
+    require_dtypes(entry.compute, where=f"{where}: compute")
     return Efficiency(
         compute={key: _share(value, what=f"{where}: compute: {key}") for key, value in entry.compute.items()},
         memory=_share(entry.memory, what=f"{where}: memory"),

@@ -76,6 +76,11 @@ class RankProcess:
                     print(f"rank {self.rank}: {text}", end="", file=sys.stderr, flush=True)
 
     @property
+    def number(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
     def lives(self) -> bool:
         return not self.at
 

@@ -20,6 +20,7 @@ from types import FrameType
 
 from bapipe.torch.health.rank_end import RankEnd
 from bapipe.torch.launch.rank_process import RankProcess
+from bapipe.torch.launch.shared_memory import remove_left_files
 
 __all__ = ["Ended", "grace", "supervise"]
 
@@ -84,6 +85,8 @@ def supervise(
                 process.kill()
                 process.reap()
             raise
+        finally:
+            remove_left_files([process.number for process in ranks])
     return Ended(ranks=ended, stopped_by=stop.signal, killed=stop.killed)
 
 

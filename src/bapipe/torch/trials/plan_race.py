@@ -13,7 +13,7 @@ from bapipe.analysis.recalibrate import predict_again, recalibrate
 from bapipe.costs.profile import Profile
 from bapipe.errors import BaPipeError
 from bapipe.planner import Exploration, explore, race_candidates, unraced_candidates
-from bapipe.records.plan import Plan
+from bapipe.records.plan import Plan, gap_over
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.trials.run_trials import Report, estimated_seconds, run_trials
 from bapipe.torch.trials.trial_record import Trial
@@ -128,7 +128,7 @@ def with_measured_time(trial: Trial, profile: Profile) -> Plan:
         plan.prediction,
         time=trial.seconds,
         throughput=plan.global_batch / trial.seconds,
-        gap=trial.seconds / plan.prediction.lower_bound - 1,
+        gap=gap_over(plan.prediction.lower_bound, trial.seconds),
         low=min(steps),
         high=max(steps),
     )

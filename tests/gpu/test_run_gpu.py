@@ -122,3 +122,17 @@ def test_an_input_is_copied_beside_what_is_queued() -> None:
     after = here * 2
     assert torch.equal(after.cpu(), value * 2)
     assert upload(here) is here
+
+
+def test_the_first_matrix_product_of_a_backward_has_a_cuda_context() -> None:
+    """Autograd's threads are started by a backward on the CPU, before CUDA is in use: cuBLAS would warn."""
+    code = (
+        "import torch\n"
+        "from bapipe.torch.device.take_device import take_device\n"
+        "torch.ones(1, requires_grad=True).sum().backward()\n"
+        "take_device(torch.device('cuda', 0))\n"
+        "torch.nn.Linear(8, 8, device='cuda')(torch.ones(2, 8, device='cuda')).sum().backward()\n"
+        "torch.cuda.synchronize()\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bapipe.errors import BaPipeError
 from bapipe.records.run_record import RunRecord, StepRecord
 from bapipe.torch.comm.rank_agreement import gathered, max_over_ranks
+from bapipe.torch.device.take_device import take_device
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.inputs.make_optimizer import make_optimizer
@@ -42,8 +43,7 @@ def train_engine(
     """
     plan, rank = runnable.plan, dist.get_rank()
     device = device_of(plan, options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    take_device(device)
     built = build_model(plan.model, folders=folders, seed=options.seed, precision=plan.dtype)
     watch.progress.note("preparing the model")
     engine = TorchEngine(built, runnable, device, transport=options.transport, timeout=options.timeout)

@@ -12,6 +12,7 @@ from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.catalog import catalog_aliases, load_catalog
 from bapipe.hardware.cpu_types import cpu_type
 from bapipe.hardware.slice_types import slice_type
+from bapipe.torch.device.take_device import take_device
 from bapipe.torch.profiler.measurement import Environment
 
 __all__ = ["accelerator_name", "cpu_name", "environment_of", "find_device"]
@@ -30,7 +31,7 @@ def find_device(name: str) -> torch.device:
     if int(index or 0) >= count:
         raise BaPipeError(f"there is no device cuda:{index}: this machine has {count}; use cuda:{count - 1}")
     device = torch.device("cuda", int(index or 0))
-    torch.cuda.set_device(device)
+    take_device(device)
     return device
 
 

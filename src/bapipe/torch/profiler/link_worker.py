@@ -25,6 +25,7 @@ from bapipe.torch import slices
 from bapipe.torch.comm import Message, P2PChannel, TensorShape, Transport
 from bapipe.torch.comm.choose_transport import connect
 from bapipe.torch.comm.gloo_groups import meet
+from bapipe.torch.device.take_device import take_device
 from bapipe.torch.health.parent_death import end_with_parent
 from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample
 from bapipe.torch.profiler.statistics import summarise
@@ -274,7 +275,7 @@ def _device(kind: str) -> torch.device:
     if cut is not None and rank < len(cut):
         os.environ.update(slices.slice_environment(cut, rank))  # before CUDA starts in this process
     device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    take_device(device)
     return device
 
 

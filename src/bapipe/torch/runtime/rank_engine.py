@@ -36,6 +36,7 @@ from bapipe.torch.compiling.compiled_layers import CompiledPrograms
 from bapipe.torch.device.allocator import keep_in_pages
 from bapipe.torch.device.dtypes import autocast_dtype
 from bapipe.torch.device.precision_modes import MixedForward, set_precision
+from bapipe.torch.device.take_device import take_device
 from bapipe.torch.health.process_exit import FAILED, on_leaving
 from bapipe.torch.health.watchdog import Watch
 from bapipe.torch.runtime.action_clock import clock_for
@@ -92,8 +93,7 @@ class Engine:
         self._owns_group = not dist.is_initialized()
         self.rank = join(self.plan, options.timeout)
         self.device = device_of(self.plan, options.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        take_device(self.device)
         keep_in_pages(self.device)
         self.stages = tuple(self.schedule.stages_of(self.rank))
         """the (virtual) stages of this rank"""

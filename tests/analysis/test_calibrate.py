@@ -139,6 +139,48 @@ def test_sums_of_gradients_have_the_rate_that_data_parallelism_showed() -> None:
     assert found.cluster.collective_bandwidth == pytest.approx(10.0, rel=1e-3)
 
 
+def mixed() -> tuple[Profile, Cluster]:
+    """Two types, of which y is twice as fast, and sums that take long."""
+    work = [1.0 + place / 8 for place in range(LAYERS)]
+    profile = made_profile({"x": work, "y": [own / 2 for own in work]}, weights=[40.0] * LAYERS)
+    return profile, replace(made_cluster({"x": 1, "y": 1}), collective_bandwidth=50.0)
+
+
+def test_sums_have_the_rate_that_dealt_data_parallelism_showed() -> None:
+    """Two of three micro-batches are y's: beside data parallelism in equal parts its step would show no sums."""
+    profile, cluster = mixed()
+    options = {"global_batch": 12, "microbatch": 4, "schedule": "data-parallel", "engines": False}
+    plan = planned(profile, cluster, **options)
+    assert [own.microbatches for own in plan.stages[0].replicas or ()] == [1, 2]
+    slow = planned(profile, replace(cluster, collective_bandwidth=10.0), **options)
+    run = ShortRun(plan=plan, records=(), seconds=slow.prediction.time)
+    assert calibrate(profile, cluster, [run]).cluster.collective_bandwidth == pytest.approx(10.0, rel=1e-3)
+
+
+def test_dealt_plans_are_predicted_by_other_costs_of_each_replica() -> None:
+    """What the plan says of its replicas, its sums and its optimizer steps follows the profile and the cluster."""
+    profile, cluster = mixed()
+    options = {"global_batch": 12, "microbatch": 4, "schedule": "data-parallel", "engines": False}
+    plan = planned(profile, cluster, **options)
+    table = profile.table("y")
+    slower = {name: tuple(map(tuple, 1.5 * np.array(getattr(table, name)))) for name in ("forward", "backward")}
+    other = replace(
+        profile, accelerators={**profile.accelerators, "y": replace(table, **slower, update=(0.25,) * LAYERS)}
+    )
+    links = replace(cluster, collective_bandwidth=20.0)
+    again = predict_again(plan, other, links)
+    before, after = plan.stages[0], again.stages[0]
+    assert before.replicas is not None
+    assert after.replicas is not None
+    assert after.replicas[0] == before.replicas[0]
+    assert after.replicas[1].forward == pytest.approx(1.5 * before.replicas[1].forward)
+    assert after.replicas[1].update == pytest.approx(0.25 * LAYERS)
+    planned_so = planned(other, links, **options)
+    assert planned_so.schedule == plan.schedule
+    assert after.all_reduce == pytest.approx(planned_so.stages[0].all_reduce)
+    assert plan_timeline(again).time == pytest.approx(planned_so.prediction.time, rel=1e-9)
+
+
 def test_data_parallelism_on_some_accelerators_does_not_tell_the_rate_of_all() -> None:
     profile, cluster = filed()
     plan = planned(profile, cluster, global_batch=8, microbatch=4, schedule="data-parallel")

@@ -22,13 +22,9 @@ from bapipe.analysis.link_estimate import estimate_links, fit_links
 from bapipe.analysis.recalibrate import fit_profile, predict_again, recalibrate
 from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
 from bapipe.costs.profile import Profile, write_profile
-from bapipe.costs.segments import make_chain
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.hardware.cluster_toml import cluster_toml
 from bapipe.io.files import write_text
-from bapipe.planner.candidate import Hardware
-from bapipe.planner.data_parallel import data_parallel_candidate
-from bapipe.planner.evaluate import evaluate
 from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord, to_timeline
@@ -92,7 +88,7 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
     for run in runs:
         # Of a part of the accelerators it would say what links of that part do, not what those of all do.
         if run.plan.kind == "data-parallel" and len(run.plan.ranks) == len(cluster):
-            rate = _sum_rate(corrected, linked, run.plan, run.seconds)
+            rate = _sum_rate(corrected, linked, run)
             linked = replace(linked, collective_bandwidth=rate)
             changes.append(_sum_change(rate))
     return Calibrated(profile=corrected, cluster=linked, changes=tuple(changes))
@@ -151,20 +147,19 @@ def _between(profile: Profile, by_size: dict[int, Profile], spread: float | None
     return replace(profile, accelerators=tables)
 
 
-def _sum_rate(profile: Profile, cluster: Cluster, plan: Plan, seconds: float) -> float:
-    """The bytes/s of sums with which data parallelism is predicted to take that long, by halving."""
-    types = list(dict.fromkeys(item.type for item in cluster.accelerators))
-    chain = make_chain(profile, types, plan.microbatch_size)
-    steps = plan.microbatches // len(cluster)
+def _sum_rate(profile: Profile, cluster: Cluster, run: ShortRun) -> float:
+    """The bytes/s of sums with which a run of data parallelism is predicted to take what it took, by halving."""
+    kinds = dict.fromkeys(item.type for item in cluster.accelerators)
+    beside = max(profile.table(kind).step_overhead or 0.0 for kind in kinds)
 
     def predicted(rate: float) -> float:
-        hardware = Hardware(cluster=replace(cluster, collective_bandwidth=rate))
-        return evaluate(data_parallel_candidate(chain, hardware, steps), hardware).time
+        summed = replace(cluster, collective_bandwidth=rate)
+        return beside + plan_timeline(predict_again(run.plan, profile, summed)).time
 
     low, high = map(math.log, _RATES)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if predicted(math.exp(middle)) > seconds else (low, middle)
+        low, high = (middle, high) if predicted(math.exp(middle)) > run.seconds else (low, middle)
     return math.exp((low + high) / 2)
 
 

@@ -18,13 +18,14 @@ from bapipe.analysis.predicted_measured import Comparison, compare, full_microba
 from bapipe.costs.fields import COST_FIELDS, CostTable, Like, as_tuples
 from bapipe.costs.profile import Profile
 from bapipe.costs.recomputed_layers import recomputing
-from bapipe.costs.segments import make_chain
+from bapipe.costs.segments import Chain, make_chain
 from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.io.files import content_hash
 from bapipe.models.layers import Split
-from bapipe.planner.candidate_costs import shared_sums
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.candidate_costs import run_costs
 from bapipe.records.plan import Plan, PlanStage
 from bapipe.records.run_record import RunRecord
 from bapipe.schedule.actions import Kind
@@ -160,29 +161,51 @@ def _recalibrated(plan: Plan, record: RunRecord, comparison: Comparison, profile
 def predict_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) -> Plan:
     """The same partition and order with the stages' times by another profile, and another cluster's links.
 
-    `bapipe.planner.plan_timeline.plan_timeline` then predicts its global batch. The time and alternatives in the
-    plan are those of the old profile, and so is the all-reduce.
+    `bapipe.planner.plan_timeline.plan_timeline` then predicts its global batch. The time, the alternatives and the
+    memory in the plan are those of the old profile.
     """
+    hardware = Hardware(cluster=cluster or plan.cluster)
+    chain, choices = _placed_stages(profile, plan)
+    candidate = Candidate(
+        label=plan.schedule.name,
+        chain=chain,
+        stages=choices,
+        schedule=plan.schedule.to_schedule(),
+        zero=plan.zero_stage == 1,
+        engine=plan.engine,
+    )
+    costs = run_costs(candidate, hardware)
+    kinds = [item.type for item in plan.cluster.accelerators]
+    alone = {kind: _stage_seconds(profile, plan, [(kind,)] * len(plan.stages)) for kind in chain.types}
     seconds = _stage_seconds(profile, plan, _types(plan))
-    names = [accelerator.name for accelerator in plan.cluster.accelerators]
-    summing = shared_sums(
-        profile,
-        cluster or plan.cluster,
-        [{part.layer for part in stage.fractions} for stage in plan.stages],
-        [tuple(names.index(name) for name in stage.accelerators) for stage in plan.stages],
-    )
-    stages = tuple(
-        replace(
-            stage,
-            forward=float(seconds.forward[index]),
-            backward=float(seconds.backward[index]),
-            weight_gradient=float(seconds.weight_gradient[index]),
-            parting=float(seconds.parting[index]),
-            update=summing[index] + float(seconds.update[index]),
+    stages = []
+    for index, (stage, choice) in enumerate(zip(plan.stages, choices, strict=True)):
+        updates = [costs.update[index]] * len(choice.accelerators)
+        if costs.replicas is not None and costs.replicas[index]:
+            updates = [own.update for own in costs.replicas[index]]
+        replicas = None
+        if stage.replicas is not None:
+            replicas = tuple(
+                replace(own, **_of_stage(alone[kinds[member]], index), update=update)
+                for own, member, update in zip(stage.replicas, choice.accelerators, updates, strict=True)
+            )
+        whole = {"forward": costs.forward[index], "backward": costs.backward[index]}
+        stages.append(
+            replace(
+                stage,
+                **{**_of_stage(seconds, index), **whole},
+                update=costs.update[index],
+                all_reduce=costs.all_reduce[index],
+                replicas=replicas,
+            )
         )
-        for index, stage in enumerate(plan.stages)
-    )
-    return replace(plan, stages=stages, profile_hash=profile.hash, cluster=cluster or plan.cluster)
+    return replace(plan, stages=tuple(stages), profile_hash=profile.hash, cluster=hardware.cluster)
+
+
+def _of_stage(seconds: StageSeconds, index: int) -> dict[str, Any]:
+    """The seconds of one stage, by the names that a plan has for them."""
+    names = ("forward", "backward", "weight_gradient", "parting")
+    return {name: float(getattr(seconds, name)[index]) for name in names}
 
 
 def _shares(stage: PlanStage, layers: int) -> Floats:
@@ -196,6 +219,13 @@ def _shares(stage: PlanStage, layers: int) -> Floats:
 
 def _stage_seconds(profile: Profile, plan: Plan, types: Sequence[Sequence[str]]) -> StageSeconds:
     """What the plan's stages take by the profile, each on the slowest of these accelerator types."""
+    chain, choices = _placed_stages(profile, plan)
+    spans = [(choice.first, choice.last) for choice in choices]
+    return stage_seconds(chain, spans, [[chain.types.index(name) for name in kinds] for kinds in types])
+
+
+def _placed_stages(profile: Profile, plan: Plan) -> tuple[Chain, tuple[StageChoice, ...]]:
+    """The units of the profile's layers that the plan cuts between, and its stages on them."""
     parts = {part.layer: part for stage in plan.stages for part in stage.fractions}
     layers = tuple(
         layer
@@ -203,20 +233,27 @@ def _stage_seconds(profile: Profile, plan: Plan, types: Sequence[Sequence[str]])
         else replace(layer, split=replace(layer.split or Split(channels=2), channels=parts[index].of))
         for index, layer in enumerate(profile.layers)
     )
-    names = tuple(dict.fromkeys(name for kinds in types for name in kinds))
+    names = tuple(dict.fromkeys(name for kinds in _types(plan) for name in kinds))
     divided = {layer: part.of for layer, part in parts.items()}
     chain = make_chain(replace(profile, layers=layers), names, plan.microbatch_size, split=divided)
     place = {(unit.layer, unit.start): index for index, unit in enumerate(chain.units)}
     runs = [run for stage in plan.stages for run in stage.recompute_layers]
     chain = recomputing(chain, tuple((place[run.first, 0], place[run.last, 0]) for run in runs))
-    spans = []
+    number = {accelerator.name: index for index, accelerator in enumerate(plan.cluster.accelerators)}
+    choices = []
     for stage in plan.stages:
         own = {part.layer: part for part in stage.fractions}
         begin, end = own.get(stage.first_layer), own.get(stage.last_layer)
         of = parts[stage.last_layer].of if stage.last_layer in parts else 1
-        first = place[stage.first_layer, begin.start if begin else 0]
-        spans.append((first, place[stage.last_layer, (end.stop if end else of) - 1]))
-    return stage_seconds(chain, spans, [[names.index(name) for name in kinds] for kinds in types])
+        choices.append(
+            StageChoice(
+                first=place[stage.first_layer, begin.start if begin else 0],
+                last=place[stage.last_layer, (end.stop if end else of) - 1],
+                accelerators=tuple(number[name] for name in stage.accelerators),
+                recompute=stage.recompute,
+            )
+        )
+    return chain, tuple(choices)
 
 
 def _types(plan: Plan) -> list[tuple[str, ...]]:

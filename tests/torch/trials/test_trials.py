@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="running is torch's: pip install bap
 
 from bapipe.cli import cli  # noqa: E402
 from bapipe.costs.profile import read_profile  # noqa: E402
+from bapipe.errors import BaPipeError  # noqa: E402
 from bapipe.hardware.cluster_file import read_cluster  # noqa: E402
 from bapipe.planner import Request, explore, make_plan  # noqa: E402
 from bapipe.records.plan import Plan, read_plan  # noqa: E402
@@ -72,6 +73,31 @@ def planned(folder: Path, **request: object) -> Plan:
         Request(global_batch=16, microbatch=4, **request),  # type: ignore[arg-type]
     )
     return make_plan(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("", "the model's output holds no scalar to train on; give a loss_fn"),
+        (
+            "def loss(output, target): return output.mean()",
+            "has a loss function but no targets for it; add make_batch",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_layers_are_timed(
+    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"untrainable{len(code)}"
+    model = "from torch import nn, rand\ndef build(): return nn.Sequential(nn.Linear(4, 4)), (rand(4, 4),)\n"
+    (tmp_path / f"{name}.py").write_text(f"{model}{code}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    options = AutoOptions(folder=tmp_path / "out", global_batch=16, micro_batches=(2, 4), ranks=2, device="cpu")
+    timed: list[str] = []
+    with pytest.raises(BaPipeError, match=message):
+        auto(f"{name}:build", options, say=lambda _: None, progress=lambda what, _: timed.append(what))
+    assert timed == []
 
 
 def test_auto_leaves_all_files_and_the_commands_that_made_them(folder: Path) -> None:

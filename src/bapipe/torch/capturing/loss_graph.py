@@ -36,7 +36,7 @@ from bapipe.torch.capturing.part_ops import join_loss
 from bapipe.torch.capturing.stage_graph import StageGraph
 from bapipe.torch.capturing.torch_internals import argument_names, is_symbolic, op_name, size_at, symbols
 
-__all__ = ["OwnLoss", "count_nodes", "own_loss"]
+__all__ = ["NO_LOSS", "OwnLoss", "count_nodes", "own_loss"]
 
 _LABELS = frozenset(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"))
 _ELEMENTS = frozenset(
@@ -76,6 +76,13 @@ class OwnLoss:
     """of a counted mean: the nodes that divide by the count"""
     count: fx.Node | None = None
     """of a counted mean: the count, where it is a value of the graph"""
+
+
+NO_LOSS = (
+    "the model's output holds no scalar to train on; give a loss_fn(output, target), for bapipe run and auto a "
+    "function `loss` beside the model's"
+)
+"""what to do about a model that does not return its loss"""
 
 
 def own_loss(program: Program) -> OwnLoss | None:

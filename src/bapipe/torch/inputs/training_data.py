@@ -13,7 +13,7 @@ from bapipe.torch.capturing.export import examples_of
 from bapipe.torch.capturing.torch_internals import flatten, register_dataclasses, unflatten
 from bapipe.torch.inputs.build_model import BuiltModel
 
-__all__ = ["DATA", "Batches", "batches_for"]
+__all__ = ["DATA", "Batches", "batches_for", "require_targets"]
 
 DATA = ("synthetic", "digits")
 _PIXELS = 64
@@ -41,6 +41,15 @@ def batches_for(built: BuiltModel, data: str, *, global_batch: int, seed: int) -
     return make
 
 
+def require_targets(built: BuiltModel) -> None:
+    """Refuse a loss function without batches that have targets for it."""
+    if built.loss is not None and built.make_batch is None:
+        raise BaPipeError(
+            f"'{built.where}' has a loss function but no targets for it; add make_batch(seed, size) -> "
+            "(inputs, target)"
+        )
+
+
 def _check_samples(built: BuiltModel, batch: Any, global_batch: int) -> None:
     """Refuse a batch of which no tensor has the samples that were asked for."""
     tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
@@ -64,11 +73,7 @@ def _plain(batch: Any) -> Any:
 
 def _of_example(built: BuiltModel, global_batch: int, seed: int) -> Batches:
     """Samples of the example, drawn at random: what a model that returns its loss can be tried with."""
-    if built.loss is not None:
-        raise BaPipeError(
-            f"'{built.where}' has a loss function but no targets for it; add make_batch(seed, size) -> "
-            "(inputs, target)"
-        )
+    require_targets(built)
     examples = examples_of(built.args, built.kwargs)
 
     def make(step: int) -> tuple[Any, Any]:

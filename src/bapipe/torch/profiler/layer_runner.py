@@ -13,6 +13,7 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import Precision
 from bapipe.torch.capturing import Captured, capture
 from bapipe.torch.capturing.layer_signature import layer_signatures
+from bapipe.torch.capturing.loss_graph import NO_LOSS, own_loss
 from bapipe.torch.capturing.self_check import self_check
 from bapipe.torch.capturing.torch_internals import flatten, flatten_recurrent, unflatten
 from bapipe.torch.compiling.compiled_layers import CompiledLayers, CompiledPrograms, StageLayers
@@ -347,12 +348,13 @@ def chain_of(
     device: torch.device,
     precision: Precision,
     programs: CompiledPrograms | None = None,
+    needs_loss: bool = False,
 ) -> LayerSequence:
     """The layers of a module to measure, on the device and in the precision; the module itself is moved there.
 
     Layers of mixed precision are run in its region of a global batch (`LayerSequence.mixed`). With `programs` they
     run compiled. The capture is made on the CPU and checked on the device. Of blocks that compute the same two are
-    measured.
+    measured. With `needs_loss` a model that does not return its loss is refused.
     """
     dtype, autocast = weights_dtype(precision), autocast_dtype(precision)
     mixed = None if autocast is None else MixedLayers(MixedForward(device, autocast))
@@ -362,6 +364,8 @@ def chain_of(
     own_args, own_kwargs = unflatten([on_device(leaf, cpu, dtype) for leaf in leaves], spec)
     on_gpu = device.type == "cuda"
     captured = capture(module, own_args, own_kwargs, check=not on_gpu)
+    if needs_loss and own_loss(captured.program) is None:
+        raise BaPipeError(NO_LOSS)
     if on_gpu:
         _check_there(captured, device)
     chain = CapturedLayers(captured, device=device, dtype=dtype, mixed=mixed, programs=programs)

@@ -25,6 +25,7 @@ from bapipe.torch.device.dtypes import weights_dtype
 from bapipe.torch.device.precision_modes import set_precision
 from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.inputs.make_optimizer import require_optimizer
+from bapipe.torch.inputs.training_data import require_targets
 from bapipe.torch.profiler.assemble_profile import to_profile
 from bapipe.torch.profiler.environment import accelerator_name, environment_of, find_device
 from bapipe.torch.profiler.layer_memory import is_out_of_memory
@@ -69,12 +70,14 @@ def profile_model(
     slice_: str = "",
     report: Report = quiet,
     before: Callable[[], None] | None = None,
+    to_train: bool = False,
 ) -> Profiled:
     """Profile what `spec` names (see `model_ref`) on a device of this machine.
 
     `accelerator` is the type to file the costs under, by default the catalogue's name of the device. Device and
     precision are looked at before the model is built. `before` is called when it is captured and compiled and
-    nothing measured yet.
+    nothing measured yet. With `to_train` a model that `bapipe run` could not train, for lack of a loss or of
+    targets for it, is refused before anything is measured.
     """
     set_precision(_trained_in(precision), find_device(device))
     if ":" not in spec:
@@ -82,6 +85,8 @@ def profile_model(
     phases = PhaseTimes()
     with phases.phase("build"):
         source = build_model(model_ref(spec, args))
+        if to_train:
+            require_targets(source)
     return profile_module(
         source.module,
         source.args,
@@ -98,6 +103,7 @@ def profile_model(
         slice_=slice_,
         report=report,
         before=before,
+        needs_loss=to_train and source.loss is None,
         phases=phases,
     )
 
@@ -119,12 +125,13 @@ def profile_module(
     slice_: str = "",
     report: Report = quiet,
     before: Callable[[], None] | None = None,
+    needs_loss: bool = False,
     phases: PhaseTimes | None = None,
 ) -> Profiled:
     """Profile a module with an example of its inputs. The module is moved to the device and put in training mode.
 
-    `phases` has what came before. Raises BaPipeError where no size was measured completely; what was measured is
-    in the cache all the same.
+    `phases` has what came before, and `needs_loss` says that the module must return its loss. Raises BaPipeError
+    where no size was measured completely; what was measured is in the cache all the same.
     """
     where, kind = find_device(device), _trained_in(precision)
     set_precision(kind, where)
@@ -141,7 +148,15 @@ def profile_module(
     phases = PhaseTimes() if phases is None else phases
     try:
         with phases.phase("capture"):
-            chain = chain_of(module, args, kwargs or {}, device=where, precision=kind, programs=programs)
+            chain = chain_of(
+                module,
+                args,
+                kwargs or {},
+                device=where,
+                precision=kind,
+                programs=programs,
+                needs_loss=needs_loss,
+            )
     except Exception as error:
         if is_out_of_memory(error):
             raise BaPipeError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bapipe.errors import BaPipeError, first_line
-from bapipe.torch.capturing.loss_graph import OwnLoss
+from bapipe.torch.capturing.loss_graph import NO_LOSS, OwnLoss
 from bapipe.torch.capturing.loss_kinds import LossKind, counted, ratio
 from bapipe.torch.capturing.torch_internals import flatten
 from bapipe.torch.stage.loss_watch import LossWatch
@@ -157,7 +157,4 @@ def _first_scalar(output: Any) -> Tensor:
     for leaf in flatten(output)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point():
             return leaf
-    raise BaPipeError(
-        "the model's output holds no scalar to train on; give a loss_fn(output, target), for bapipe run and auto "
-        "a function `loss` beside the model's"
-    )
+    raise BaPipeError(NO_LOSS)

@@ -198,6 +198,7 @@ def _profile(
         compile_=options.compiled,
         threads=1 if device == "cpu" else None,
         report=progress or quiet,
+        to_train=True,
     )
     if not found.complete:
         raise KeyboardInterrupt

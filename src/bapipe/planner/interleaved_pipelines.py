@@ -20,7 +20,9 @@ from bapipe.planner.looped_cuts import Cuts, balanced_ranks, fastest_first, loop
 from bapipe.planner.partition.exact.problem import Problem
 from bapipe.planner.partition.exact.solve import solve
 from bapipe.planner.partition.paper.stage_cuts import starts
+from bapipe.planner.quickest_orders import quickest_orders
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
+from bapipe.planner.varied_times import varied_times
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.channel_window import stops_at
 from bapipe.schedule.interleaving import interleaved
@@ -159,8 +161,10 @@ def _ordered(
 
     orders = {choice: made(shape.cuts, choice) for choice in LOOPED_CHOICES}
     quickest = min(orders, key=lambda choice: orders[choice][1])
-    if orders[quickest][1] > (1 + tuning.cuts_save) * within:
-        return []
+    choices = sorted(LOOPED_CHOICES, key=lambda choice: orders[choice][1])[: tuning.varied_choices]
+    varied = _varied(shape, shape.cuts, choices, chain, hardware, microbatches, tuning)
+    if min([orders[quickest][1], *(own.time for own in varied)]) > (1 + tuning.cuts_save) * within:
+        return varied
     best, cuts, tried = orders[quickest], shape.cuts, {shape.cuts}
     improved = True
     while improved and len(tried) < tuning.looped_orders:
@@ -175,10 +179,34 @@ def _ordered(
                 break
     ranked = sorted((made(cuts, choice) for choice in LOOPED_CHOICES), key=lambda order: order[1])
     running = [schedule for schedule, _ in ranked if not stops_at(schedule)]
-    return [
+    found = [
         evaluate(shape.candidate(chain, cuts, schedule), hardware)
         for schedule in running[: tuning.orders_simulated]
     ]
+    again = [] if cuts == shape.cuts else _varied(shape, cuts, choices, chain, hardware, microbatches, tuning)
+    return [*found, *varied, *again]
+
+
+def _varied(
+    shape: _Looped,
+    cuts: Cuts,
+    choices: Sequence[LoopedChoice],
+    chain: Chain,
+    hardware: Hardware,
+    microbatches: int,
+    tuning: Tuning,
+) -> list[Evaluation]:
+    """Simulated orders by these choices that are made for times near those of the stages."""
+    times, room = _times(shape, chain, cuts, hardware, tuning)
+    orders = [
+        looped_order(own, microbatches, choice, room=room)[0]
+        for own in varied_times(times, tuning.time_variations)
+        for choice in choices
+    ]
+    if not orders:
+        return []
+    any_order = shape.candidate(chain, cuts, orders[0])
+    return quickest_orders(any_order, orders, hardware, most=tuning.orders_simulated)
 
 
 def _times(

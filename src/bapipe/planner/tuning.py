@@ -146,6 +146,12 @@ class Tuning:
     race_again_gain: float = 1e-3
     """mean share of the fastest raced time that one more plan must be expected to save in a second round"""
 
+    v_order_actions: int = 5_000
+    """actions of the orders that are made in one search for better cuts of a V-shaped pipeline"""
+    time_variations: int = 4
+    """variations of the times of a V-shaped or interleaved pipeline's stages for which orders are made too"""
+    varied_choices: int = 3
+    """of the rules by which orders of an interleaved pipeline are made, those that are tried for such times"""
     looped_shapes: int = 3
     """numbers of stages per accelerator for which orders are made, those with the least bound"""
     looped_orders: int = 24

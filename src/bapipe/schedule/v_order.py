@@ -20,7 +20,7 @@ from bapipe.simulator.action_costs import Costs
 from bapipe.simulator.network import Network
 from bapipe.simulator.simulate import simulate
 
-__all__ = ["quickest_v_order", "v_orders"]
+__all__ = ["V_CHOICES", "VChoice", "quickest_v_order", "v_order", "v_orders"]
 
 _F, _B, _I, _W = int(Kind.F), int(Kind.B), int(Kind.I), int(Kind.W)
 _NEVER = float("inf")
@@ -30,7 +30,7 @@ _Step = Literal["F down", "F up", "I down", "I up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Preference:
+class VChoice:
     """What goes first where there is a choice; none is best for all times."""
 
     order: tuple[_Step, ...]
@@ -38,13 +38,13 @@ class _Preference:
     """share of its length that must be free until the next input for a W to begin"""
 
 
-_PREFERENCES = (
-    _Preference(order=("F up", "F down", "I up", "I down"), gap=0.0),
-    _Preference(order=("I up", "F up", "F down", "I down"), gap=0.0),
-    _Preference(order=("F up", "I down", "F down", "I up"), gap=0.7),
-    _Preference(order=("F up", "I down", "I up", "F down"), gap=0.0),
-    _Preference(order=("I down", "I up", "F up", "F down"), gap=0.7),
-    _Preference(order=("I up", "F up", "I down", "F down"), gap=0.0),
+V_CHOICES = (
+    VChoice(order=("F up", "F down", "I up", "I down"), gap=0.0),
+    VChoice(order=("I up", "F up", "F down", "I down"), gap=0.0),
+    VChoice(order=("F up", "I down", "F down", "I up"), gap=0.7),
+    VChoice(order=("F up", "I down", "I up", "F down"), gap=0.0),
+    VChoice(order=("I down", "I up", "F up", "F down"), gap=0.7),
+    VChoice(order=("I up", "F up", "I down", "F down"), gap=0.0),
 )
 """of the 192 that differ in the order, in W's place among them and in the gap, those that together come closest to
 the best of all on random times"""
@@ -65,11 +65,25 @@ def v_orders(
     assert len(stages) == 2 * ranks, "a V has two stages per rank"
     yield _PUBLISHED[name](ranks, num_microbatches)
     if name != "dualpipe-v":
-        most = v_activations(name, ranks)
-        for preference in _PREFERENCES:
-            order = _listed(name, stages, num_microbatches, most, room or [_NEVER] * ranks, preference)
+        for choice in V_CHOICES:
+            order = v_order(name, stages, num_microbatches, choice, room=room)
             if not stops_at(order):
                 yield order
+
+
+def v_order(
+    name: str,
+    stages: Sequence[StageTimes],
+    num_microbatches: int,
+    choice: VChoice,
+    *,
+    room: Sequence[float] | None = None,
+) -> Schedule:
+    """The order of 2N stages by one preference; as `v_orders` has it, but it may stop on channels that hold few
+    messages."""
+    ranks = len(stages) // 2
+    most = v_activations(name, ranks)
+    return _listed(name, stages, num_microbatches, most, room or [_NEVER] * ranks, choice)
 
 
 def quickest_v_order(
@@ -94,7 +108,7 @@ def quickest_v_order(
 
 
 def _listed(
-    name: str, stages: Sequence[StageTimes], count: int, most: int, room: Sequence[float], preference: _Preference
+    name: str, stages: Sequence[StageTimes], count: int, most: int, room: Sequence[float], preference: VChoice
 ) -> Schedule:
     """The order in which ranks that always run what comes first, as they prefer it, go through their actions."""
     last = len(stages) - 1
@@ -154,7 +168,7 @@ class _VRank:
         count: int,
         most: int,
         room: float,
-        preference: _Preference,
+        preference: VChoice,
     ) -> None:
         self.halves = tuple(_VHalf(stage, stages[stage], count) for stage in own)
         self.actions: list[tuple[int, int, int]] = []

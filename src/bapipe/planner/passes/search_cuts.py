@@ -99,14 +99,13 @@ def _fold_on(state: SearchState, search: CutSearch, chain: Chain, microbatches: 
     """Add the V shape that is asked for, or zb-v, on so many ranks."""
     name, tuning = state.request.schedule or "zb-v", state.tuning
     with contextlib.suppress(BaPipeError):
-        within = math.inf if search.best is None else search.best.time
         made = v_pipelines(
             name,
             chain,
             state.hardware,
             microbatches,
             ranks=ranks,
-            within=tuning.near_best * within,
+            beat=math.inf if search.best is None else search.best.time,
             lighter=search.best is None,
             tuning=tuning,
         )

@@ -206,7 +206,7 @@ def _try_v_shapes(state: SearchState, scope: SizeScope) -> None:
         if state.incumbents.beats(name, scope.bound):
             return
         held = state.incumbents.best
-        within = math.inf if held is None or forced else state.tuning.near_best * held.time
+        beat = math.inf if held is None or forced else held.time
         try:
             made = v_pipelines(
                 name,
@@ -214,7 +214,7 @@ def _try_v_shapes(state: SearchState, scope: SizeScope) -> None:
                 state.hardware,
                 scope.microbatches,
                 ranks=ranks,
-                within=within,
+                beat=beat,
                 lighter=forced,
                 tuning=state.tuning,
             )

@@ -1,6 +1,7 @@
-"""What any choice before a run must lose, under 100 truths of each profile, by several rules: writes limits.json.
+"""What any choice before a run must lose, by several rules, under 100 truths of each profile: limits-NOISE.json.
 
-python benchmarks/uncertainty/limits.py    40 profiles that run.py does not have, some minutes
+python benchmarks/uncertainty/limits.py                     40 profiles that run.py does not have, some minutes
+python benchmarks/uncertainty/limits.py --noise deviation   errors that are now and then twice as large
 
 The last two rows choose in hindsight, one plan of each profile for all its truths: no choice before a run does
 better than these, by its mean or at worst.
@@ -18,10 +19,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from run import HERE, LAYER_ERROR, LINK_ERROR, random_case
+from run import HERE, NOISES, draw_truths, knowing, random_case
 
-from bapipe.planner import Request, explore
-from bapipe.planner.scenarios import draw_scenarios
+from bapipe.planner import explore
 
 FIRST = 6000
 """seed of the first profile; run.py begins at 0"""
@@ -49,17 +49,17 @@ HINDSIGHT: dict[str, Rule] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profiles", type=int, default=40)
-    parser.add_argument("--out", default=str(HERE / "limits.json"))
+    parser.add_argument("--noise", choices=list(NOISES), default="within")
+    parser.add_argument("--out", help="limits-NOISE.json beside this file unless given")
     options = parser.parse_args()
     found: dict[str, list[NDArray[np.float64]]] = {name: [] for name in (*RULES, *HINDSIGHT)}
     for seed in range(FIRST, FIRST + options.profiles):
         case = random_case(seed)
-        request = Request(global_batch=case.global_batch, layer_error=LAYER_ERROR, link_error=LINK_ERROR)
-        explored = explore(case.profile, case.cluster, request)
+        explored = explore(case.profile, case.cluster, knowing(case, options.noise))
         outlook = explored.outlook
         assert outlook is not None
         known = outlook.times / outlook.times.min(axis=0) - 1
-        truths = draw_scenarios(outlook.errors, len(case.profile.layers), TRUTHS, seed=99)
+        truths = draw_truths(case, options.noise, TRUTHS, seed=99)
         times = truths.times(outlook.evaluations, explored.hardware)
         regret = times / times.min(axis=0) - 1
         for name, rule in RULES.items():
@@ -75,7 +75,8 @@ def main() -> None:
             "worst": float(values.max()),
         }
     result = {"profiles": options.profiles, "truths": TRUTHS, "rules": rows}
-    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+    out = Path(options.out or HERE / f"limits-{options.noise}.json")
+    out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 

@@ -1,4 +1,4 @@
-"""The tables of README.md, from result.json and limits.json; `scripts/figures` puts them there."""
+"""The tables of README.md, from the result files; `scripts/figures` puts them there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["choices", "limits"]
+__all__ = ["choices", "choices_by_deviation", "limits", "limits_by_deviation"]
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -19,7 +19,17 @@ def _cells(row: dict[str, float]) -> str:
 
 
 def choices() -> str:
-    found = _read("result.json")
+    """Where truths lie within the errors."""
+    return _choices("within.json")
+
+
+def choices_by_deviation() -> str:
+    """Where the errors are standard deviations."""
+    return _choices("deviation.json")
+
+
+def _choices(name: str) -> str:
+    found = _read(name)
     first, more, _ = found["runners"]
     names = {
         "nominal": "nominal: fastest by the measured times",
@@ -36,8 +46,17 @@ def choices() -> str:
 
 
 def limits() -> str:
-    found = _read("limits.json")["rules"]
-    assert found["as the planner chooses"] == found["least mean regret"]
+    """Where truths lie within the errors."""
+    return _limits("limits-within.json")
+
+
+def limits_by_deviation() -> str:
+    """Where the errors are standard deviations."""
+    return _limits("limits-deviation.json")
+
+
+def _limits(name: str) -> str:
+    found = _read(name)["rules"]
     names = {
         "least mean regret": "by scenarios: least mean, which is what the planner chooses",
         **{

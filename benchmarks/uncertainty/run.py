@@ -1,9 +1,10 @@
-"""What a plan loses because layers and links take other times than were measured: writes result.json.
+"""What a plan loses because layers and links take other times than were measured: writes NOISE.json.
 
-python benchmarks/uncertainty/run.py                  200 random profiles, one truth of each, half an hour
-python benchmarks/uncertainty/run.py --profiles 20    fewer
+python benchmarks/uncertainty/run.py                     200 random profiles, one truth of each, half an hour
+python benchmarks/uncertainty/run.py --noise deviation   errors that are now and then twice as large
+python benchmarks/uncertainty/run.py --profiles 20       fewer
 
-Each profile is a line of result.jsonl as soon as it is done, and is not done again.
+Each profile is a line of NOISE.jsonl as soon as it is done, and is not done again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from bapipe.analysis.recalibrate import predict_again
 from bapipe.costs.fields import COST_FIELDS, as_tuples
 from bapipe.costs.profile import CostTable, Profile, ProfiledLayer
 from bapipe.costs.segments import make_chain
-from bapipe.costs.stage_time import stage_seconds
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
 from bapipe.models.layers import ModelRef
 from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
@@ -38,13 +38,17 @@ from bapipe.planner.race import unraced_evaluations
 from bapipe.planner.scenarios import Scenarios, draw_scenarios, known_errors
 from bapipe.records.plan import Plan
 from bapipe.records.run_record import RunRecord
-from bapipe.schedule.actions import Kind
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "helpers"))
 from made_runs import made_run  # noqa: E402
 
 LAYER_ERROR, LINK_ERROR = 0.05, 0.3
+NOISES = {
+    "within": math.sqrt(3),  # factors are drawn evenly from 1 ± error
+    "deviation": 1.0,  # lognormal factors, whose standard deviation is the error
+}
+"""how a truth differs from what was measured: the error over its standard deviation, which plans are made with"""
 KNOWN_LAYER_ERROR, KNOWN_LINK_ERROR = 0.03, 0.05
 """relative errors after runs: of a layer as small as `calibrate` has it, and of a link"""
 RACED = 6
@@ -171,6 +175,30 @@ def true_profile(profile: Profile, truth: Scenarios) -> Profile:
     return replace(profile, accelerators=tables)
 
 
+def draw_truths(case: Case, noise: str, count: int, seed: int) -> Scenarios:
+    """The factors of so many truths."""
+    request = Request(global_batch=case.global_batch, layer_error=LAYER_ERROR, link_error=LINK_ERROR)
+    errors, layers = known_errors(case.profile, case.cluster, request), len(case.profile.layers)
+    if noise == "deviation":
+        return draw_scenarios(errors, layers, count, seed=seed)
+    generator = np.random.default_rng(seed)
+    return Scenarios(
+        layers={name: generator.uniform(1 - own, 1 + own, (count, layers)) for name, own in errors.layers.items()},
+        links=generator.uniform(1 - LINK_ERROR, 1 + LINK_ERROR, (count, len(errors.links))),
+    )
+
+
+def knowing(case: Case, noise: str) -> Request:
+    """Plan with the standard errors of that noise."""
+    over = NOISES[noise]
+    return replace(_request(case), layer_error=LAYER_ERROR / over, link_error=LINK_ERROR / over)
+
+
+def _request(case: Case) -> Request:
+    """As `bapipe auto` asks: what it races, BaPipe runs."""
+    return Request(global_batch=case.global_batch, engines=False)
+
+
 def takes(candidate: Candidate, profile: Profile, hardware: Hardware) -> float:
     """Seconds of a candidate, in its order, by another profile and on another cluster."""
     chain = make_chain(profile, candidate.chain.types, candidate.chain.microbatch)
@@ -178,30 +206,8 @@ def takes(candidate: Candidate, profile: Profile, hardware: Hardware) -> float:
 
 
 def true_run(plan: Plan, profile: Profile, cluster: Cluster) -> RunRecord:
-    """What a run of the plan records; of replicas of two types each takes its own time, not that of the slower."""
-    timeline = plan_timeline(predict_again(plan, profile, cluster))
-    kind_of = {item.name: item.type for item in cluster.accelerators}
-    end = timeline.end.copy()
-    for index, stage in enumerate(plan.stages):
-        kinds = [kind_of[name] for name in stage.accelerators]
-        names = list(dict.fromkeys(kinds))
-        chain = make_chain(profile, names, plan.microbatch_size)
-        span = [(stage.first_layer, stage.last_layer)]
-        slow = stage_seconds(chain, span)
-        for name, kind in zip(stage.accelerators, kinds, strict=True):
-            own = stage_seconds(chain, span, [[names.index(kind)]])
-            parts = {
-                Kind.F: (own.forward, slow.forward),
-                Kind.B: (own.backward, slow.backward),
-                Kind.I: (own.backward - own.weight_gradient, slow.backward - slow.weight_gradient),
-                Kind.W: (own.weight_gradient, slow.weight_gradient),
-            }
-            here = (timeline.stages == index) & (timeline.ranks == plan.ranks.index(name))
-            for action, (mine, most) in parts.items():
-                which = here & (timeline.kinds == action)
-                share = float(mine[0] / most[0]) if most[0] else 1.0
-                end[which] = timeline.start[which] + timeline.work[which] * share
-    return made_run(plan, replace(timeline, end=end))
+    """What a run of the plan records."""
+    return made_run(plan, plan_timeline(predict_again(plan, profile, cluster)))
 
 
 def further_rounds(
@@ -231,23 +237,21 @@ def further_rounds(
         seconds += new
 
 
-def regrets(case: Case, seed: int, truths: int) -> list[Regret]:
+def regrets(case: Case, seed: int, truths: int, noise: str) -> list[Regret]:
     """Of one case under random truths."""
-    request = Request(global_batch=case.global_batch)
-    knowing = replace(request, layer_error=LAYER_ERROR, link_error=LINK_ERROR)
+    request = _request(case)
     begin = time.process_time()
     nominal = explore(case.profile, case.cluster, request)
     middle = time.process_time()
-    robust = explore(case.profile, case.cluster, knowing)
+    robust = explore(case.profile, case.cluster, knowing(case, noise))
     seconds = middle - begin, time.process_time() - middle
     assert robust.outlook is not None
     outlook = robust.outlook
     raced = outlook.race(RACED, worth=robust.tuning.race_gain)
     expected = float((outlook.times[0] / outlook.times.min(axis=0)).mean()) - 1
-    errors = known_errors(case.profile, case.cluster, knowing)
     found = []
     for number in range(truths):
-        truth = draw_scenarios(errors, len(case.profile.layers), 1, seed=1_000_000 + 1000 * seed + number)
+        truth = draw_truths(case, noise, 1, seed=1_000_000 + 1000 * seed + number)
         profile, hardware = true_profile(case.profile, truth), truth.hardware(nominal.hardware, 0)
         first, second, *others = (
             takes(one.candidate, profile, hardware) for one in (nominal.best, robust.best, *raced)
@@ -301,16 +305,18 @@ def main() -> None:
     parser.add_argument("--profiles", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--truths", type=int, default=1)
-    parser.add_argument("--out", default=str(HERE / "result.json"))
+    parser.add_argument("--noise", choices=list(NOISES), default="within")
+    parser.add_argument("--out", help="NOISE.json beside this file unless given")
     options = parser.parse_args()
-    lines = Path(options.out).with_suffix(".jsonl")
+    out = Path(options.out or HERE / f"{options.noise}.json")
+    lines = out.with_suffix(".jsonl")
     known = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     found = [Regret(**row) for row in known if row["profile"] < options.profiles]
     done = {one.profile for one in found}
     for seed in range(options.first, options.profiles):
         if seed in done:
             continue
-        new = regrets(random_case(seed), seed, options.truths)
+        new = regrets(random_case(seed), seed, options.truths, options.noise)
         with lines.open("a") as file:
             file.writelines(json.dumps(asdict(one)) + "\n" for one in new)
         found += new
@@ -320,12 +326,13 @@ def main() -> None:
             "numpy": np.__version__,
             "machine": platform.machine(),
         },
+        "noise": options.noise,
         "layer_error": LAYER_ERROR,
         "link_error": LINK_ERROR,
         "truths": options.truths,
         **summary(sorted(found, key=lambda one: one.profile)),
     }
-    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
 
 

@@ -68,8 +68,9 @@ def test_it_ends_with_all_its_processes() -> None:
 
 
 def test_others_are_warned_of() -> None:
+    """And Ctrl+C ends it in order, even before the page is there."""
     command = [BAPIPE, "serve", "--host", "0.0.0.0", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("warning: everyone who reaches 0.0.0.0 can ask this")
@@ -77,3 +78,5 @@ def test_others_are_warned_of() -> None:
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=120)
+        assert process.stderr is not None
+        assert (process.returncode, process.stderr.read()) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import signal
 import socket
 import webbrowser
 from collections.abc import Callable
@@ -49,7 +50,6 @@ def run_server(settings: ServeSettings, *, port: int, open_page: bool, say: Call
             shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
             shown = f"[{shown}]" if ":" in shown else shown
         url = f"http://{shown}:{bound}/"
-        say(f"BaPipe plans at {url} until Ctrl+C")
         config = uvicorn.Config(
             make_app(settings),
             log_level="warning",
@@ -60,7 +60,14 @@ def run_server(settings: ServeSettings, *, port: int, open_page: bool, say: Call
             timeout_keep_alive=5,
             timeout_graceful_shutdown=2,
         )
-        if open_page:
-            webbrowser.open(url)
-        with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listening])
+        server = uvicorn.Server(config)
+        # From here on Ctrl+C ends it in order, planning processes included. Until uvicorn listens to it, asyncio
+        # would cancel all that is under way, and could wait for a process that is half started.
+        before = signal.signal(signal.SIGINT, server.handle_exit)
+        try:
+            say(f"BaPipe plans at {url} until Ctrl+C")
+            if open_page:
+                webbrowser.open(url)
+            server.run(sockets=[listening])
+        finally:
+            signal.signal(signal.SIGINT, before)

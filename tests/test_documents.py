@@ -83,10 +83,15 @@ def _run(arguments: list[str], folder: Path, variables: dict[str, str]) -> subpr
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**os.environ, **variables},
+        env={**os.environ, "PATH": _path(), **variables},
         timeout=300,
         check=False,
     )
+
+
+def _path() -> str:
+    """Where the commands of this environment are found first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 @pytest.mark.parametrize("block", list(blocks("python")), ids=lambda block: block.where)
@@ -125,8 +130,7 @@ def _run_line(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     words = shlex.split(command)
     if words[0] == "bapipe":
         return _run(words[1:], folder, {"NO_COLOR": "1"})
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "NO_COLOR": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    environment = {**os.environ, "PATH": _path(), "NO_COLOR": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     return subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from onnx import TensorProto
+
 from command import bapipe
+from onnx_graphs import GraphMaker
 from paths import REPOSITORY
 
 __all__ = ["PAGES", "Block", "blocks", "prepare", "shell_commands", "stand_in"]
@@ -37,6 +40,7 @@ _STAND_INS = (
         "--arg num_attention_heads=2 --arg num_key_value_heads=2 --iterations 1",
     ),
     (r"--device cuda", "--device cpu --threads 1"),
+    (r"--hosts .* -o", """--hosts a,b --via "env HOST={host} sh -c" --between "1 Gb/s" -o"""),
     (r" --slice-of \d+ --slice-memory \w+", ""),
     (r"--micro-batch [\d,]+", "--micro-batch 4,8"),
     (r"--arg blocks=12", "--arg blocks=2 --iterations 1"),
@@ -58,6 +62,14 @@ _GIVEN = {
     "cluster.toml": "examples/cluster-two-cpus.toml",
 }
 """files that pages take for granted"""
+_OF_SEQUENCES = """
+import torch
+from torch import nn
+
+def build(length=8):
+    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), (torch.rand(4, length, 16),)
+"""
+"""the reader's own model, where a page does not show one"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +130,12 @@ def prepare(page: str, folder: Path) -> None:
     shown = next(
         (block.text for block in blocks("python") if block.page == page and "def build(" in block.text), ""
     )
-    (folder / "my_model.py").write_text(shown, encoding="utf-8")
+    (folder / "my_model.py").write_text(shown or _OF_SEQUENCES, encoding="utf-8")
     (folder / "train.py").write_text("", encoding="utf-8")
+    if any("model.onnx" in block.text for block in blocks("sh") if block.page == page):
+        graph = GraphMaker()
+        made = graph.linear(graph.linear("x", "up", 16, 64), "down", 64, 16)
+        graph.save(folder / "model.onnx", {"x": (TensorProto.FLOAT, ("batch", "sequence", 16))}, made)
     if any("other.json" in block.text for block in blocks("sh") if block.page == page):
         made = "plan profile.json --cluster cluster.toml --global-batch 64 --schedule gpipe --out other.json"
         assert bapipe(*shlex.split(made), folder=folder).returncode == 0

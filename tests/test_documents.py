@@ -127,9 +127,13 @@ def test_the_shell_blocks_of_a_page_run_one_after_the_other(page: str, tmp_path:
 
 
 def _run_line(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command, _, target = command.partition(" > ")
     words = shlex.split(command)
     if words[0] == "bapipe":
-        return _run(words[1:], folder, {"NO_COLOR": "1"})
+        done = _run(words[1:], folder, {"NO_COLOR": "1"})
+        if target:
+            (folder / target).write_text(done.stdout, encoding="utf-8")
+        return done
     environment = {**os.environ, "PATH": _path(), "NO_COLOR": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     return subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False

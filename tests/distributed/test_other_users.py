@@ -184,6 +184,18 @@ def test_who_takes_the_place_of_a_rank_while_ranks_meet_is_found_out(tmp_path: P
     assert said[1].startswith("LinkError"), said
 
 
+def test_looking_for_ports_leaves_no_descriptor_open() -> None:
+    """Each look left a copy of every file and pipe open, so that their number grew fourfold with each group."""
+    from bapipe.torch.comm.gloo_groups import close_ports, listening
+
+    with socket.create_server(("127.0.0.1", 0)) as server, open(os.devnull, "rb"):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            assert server.fileno() in listening()
+            close_ports([server.fileno()])
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_ports_take_nobody_once_they_are_closed() -> None:
     from bapipe.torch.comm.gloo_groups import close_ports, listening
 

@@ -13,6 +13,7 @@ Without a launcher of BaPipe a group is torch's own, and whoever reaches the por
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import logging
@@ -21,7 +22,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -124,13 +125,26 @@ def listening() -> dict[int, int]:
     folder = Path("/proc/self/fd")
     for name in os.listdir(folder) if folder.is_dir() else ():
         try:
-            with socket.socket(fileno=os.dup(int(name))) as own:
+            with _copied(int(name)) as own:
                 over_ip = own.family in (socket.AF_INET, socket.AF_INET6)
                 if over_ip and own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     found[int(name)] = own.getsockname()[1]
         except OSError:
             continue  # no socket, or closed meanwhile
     return found
+
+
+@contextlib.contextmanager
+def _copied(number: int) -> Iterator[socket.socket]:
+    """The socket of a descriptor, by a copy of it that is closed afterwards; an OSError where it is none."""
+    copy = os.dup(number)
+    try:
+        own = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)  # a socket that cannot be made leaves it open
+        raise
+    with own:
+        yield own
 
 
 def close_ports(descriptors: Iterable[int]) -> None:
@@ -144,7 +158,7 @@ def close_ports(descriptors: Iterable[int]) -> None:
     program = ctypes.create_string_buffer(_DROP)
     given = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
     for number in descriptors:
-        with socket.socket(fileno=os.dup(number)) as own:
+        with _copied(number) as own:
             try:
                 own.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, given)
             except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bapipe.analysis.calibrate import Calibrated, ShortRun, calibrate
@@ -78,4 +79,11 @@ def probe(
     if not runs:
         reason = next((trial.failure for trial in trials if trial.failure), "nothing fits")
         raise BaPipeError(f"no plan could be run to measure with: {reason}")
-    return calibrate(profile, cluster, runs), trials
+    failed = [
+        f"a run of {trial.plan.schedule.name} at micro-batch {trial.plan.microbatch_size} failed and says nothing: "
+        f"{trial.failure}"
+        for trial in trials
+        if trial.failure
+    ]
+    found = calibrate(profile, cluster, runs)
+    return replace(found, changes=(*found.changes, *failed)), trials

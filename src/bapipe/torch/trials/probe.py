@@ -79,11 +79,11 @@ def probe(
     if not runs:
         reason = next((trial.failure for trial in trials if trial.failure), "nothing fits")
         raise BaPipeError(f"no plan could be run to measure with: {reason}")
-    failed = [
-        f"a run of {trial.plan.schedule.name} at micro-batch {trial.plan.microbatch_size} failed and says nothing: "
-        f"{trial.failure}"
-        for trial in trials
-        if trial.failure
-    ]
+    failed = [_failed(trial) for trial in trials if trial.failure]
     found = calibrate(profile, cluster, runs)
     return replace(found, changes=(*found.changes, *failed)), trials
+
+
+def _failed(trial: Trial) -> str:
+    name, size = trial.plan.schedule.name, trial.plan.microbatch_size
+    return f"a run of {name} at micro-batch {size} failed and says nothing: {trial.failure}"

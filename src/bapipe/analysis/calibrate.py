@@ -22,6 +22,7 @@ from bapipe.analysis.link_estimate import estimate_links, fit_links
 from bapipe.analysis.recalibrate import fit_profile, predict_again, recalibrate
 from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
 from bapipe.costs.profile import Profile, write_profile
+from bapipe.costs.segments import Floats
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.hardware.cluster_toml import cluster_toml
 from bapipe.io.files import write_text
@@ -121,7 +122,11 @@ def _spread(runs: Iterable[Sequence[Profile]]) -> float | None:
 
 
 def _between(profile: Profile, by_size: dict[int, Profile], spread: float | None) -> Profile:
-    """Each micro-batch size corrected as the nearest two that ran, in proportion to where it lies between them."""
+    """Each micro-batch size corrected as the nearest two that ran: its time lies between theirs as its size does.
+
+    A layer takes some time whatever the size, and some per sample, and runs change the two differently: the ratio
+    to the profile is not in proportion to the size, the time is.
+    """
     sizes = sorted(by_size)
     tables: dict[str, CostTable] = {}
     for name, table in profile.accelerators.items():
@@ -136,15 +141,25 @@ def _between(profile: Profile, by_size: dict[int, Profile], spread: float | None
             if rule.per == "layer":
                 changed[field] = as_tuples(np.mean(values, axis=0))
                 continue
-            mixed = [
-                (1 - part) * values[first][row] + part * values[min(first + 1, len(sizes) - 1)][row]
-                for row, (first, part) in enumerate(zip(low, share, strict=True))
-            ]
+            before = [_at_size(table, field, size) for size in sizes]
+            mixed = []
+            for row, (first, part) in enumerate(zip(low, share, strict=True)):
+                second = min(first + 1, len(sizes) - 1)
+                less, more = (1 - part) * before[first], part * before[second]
+                whole = less + more
+                by = np.divide(more, whole, out=np.full_like(whole, part), where=whole > 0)
+                mixed.append((1 - by) * values[first][row] + by * values[second][row])
             changed[field] = as_tuples(np.array(mixed))
         tables[name] = replace(
             table, description=known[-1].description, spread=table.spread if spread is None else spread, **changed
         )
     return replace(profile, accelerators=tables)
+
+
+def _at_size(table: CostTable, field: str, size: int) -> Floats:
+    """A field of every layer at a micro-batch size, between the profiled ones in proportion."""
+    rows = np.array(getattr(table, field))
+    return np.array([np.interp(size, table.microbatches, column) for column in rows.T])
 
 
 def _sum_rate(profile: Profile, cluster: Cluster, run: ShortRun) -> float:

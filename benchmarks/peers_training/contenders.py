@@ -58,7 +58,7 @@ class Contender:
     launch: Literal["nccl", "auto", "peers", "none"]
     """contenders of one launch share its processes; nccl and auto are ours, by that transport"""
     plan: str | None = None
-    """which plan it runs: automatic, second, third, or the one that torch's stages are cut by"""
+    """which plan it runs: automatic, second, third, dealt equally, or the one that torch's stages are cut by"""
     kind: Literal["ours", "ddp", "fsdp", "torch", "deepspeed"] = "ours"
     schedule: str | None = None
     """torch's class"""
@@ -66,6 +66,8 @@ class Contender:
     """whether stages have equally many layers, instead of being cut as our plan cuts"""
     compiles: Literal["setting", "always", "never"] = "setting"
     """whether it runs compiled: as the setting says, also where ours does not, or not at all"""
+    unequal: bool = False
+    """whether it is for unequal slices only"""
 
     @property
     def is_peer(self) -> bool:
@@ -76,6 +78,7 @@ CONTENDERS = {
     "ours nccl": Contender(launch="nccl", plan="automatic"),
     "ours nccl second": Contender(launch="nccl", plan="second"),
     "ours nccl third": Contender(launch="nccl", plan="third"),
+    "ours nccl dealt equally": Contender(launch="nccl", plan="dealt equally", unequal=True),
     "torch 1f1b ourcut": Contender(launch="peers", kind="torch", plan="1f1b-so", schedule="Schedule1F1B"),
     "torch ddp": Contender(launch="peers", kind="ddp"),
     "torch zbv ourcut": Contender(
@@ -124,7 +127,11 @@ class Setting:
     def contenders(self) -> dict[str, Contender]:
         """By their words; what runs compiled anyway has no row for it of its own."""
         both = self.how == "compiled"
-        return {words: own for words, own in CONTENDERS.items() if not (both and own.compiles == "always")}
+        return {
+            words: own
+            for words, own in CONTENDERS.items()
+            if not (both and own.compiles == "always") and not (own.unequal and self.cut.equal)
+        }
 
 
 def _settings(

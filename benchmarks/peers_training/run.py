@@ -7,7 +7,8 @@
     run.py --folder WORK --tiny                            a rehearsal on two CPU ranks
 
 Every row of a setting has the same global batch, optimizer implementation, precision and 16 GB a slice. Rows are
-named in contenders.py; `--rows vit-l,t5` runs those with one of these words. A row that fails is a row, too.
+named in contenders.py; `--rows vit-l,t5` runs those with one of these words, and a row's whole name that row.
+A row that fails is a row, too.
 WORK/rows.json has all that was measured and WORK/result.json the rows and the summary.
 """
 
@@ -27,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 for _folder in (HERE, HERE.parent / "tinyllama"):
     sys.path.insert(0, str(_folder))
 
-from contenders import CUTS, SETTINGS, Contender, Setting, other_families  # noqa: E402
+from contenders import CUTS, SETTINGS, Contender, Setting, other_families, row_names  # noqa: E402
 from summary import result_of  # noqa: E402
 from work import ROOT, Work, row_options  # noqa: E402
 
@@ -105,7 +106,8 @@ class Rows(Work):
         for words, own in setting.contenders().items():
             transport = "auto" if own.launch == "auto" else "nccl"
             equal = "-equal" if own.equal else ""
-            path = self.folder / f"plan-{setting.stem}-{own.plan}-{transport}{equal}.json"
+            plan = (own.plan or "").replace(" ", "-")
+            path = self.folder / f"plan-{setting.stem}-{plan}-{transport}{equal}.json"
             if own.plan is not None and not path.exists() and f"{setting.name} {words}" not in self.rows:
                 return False
         return True
@@ -141,7 +143,7 @@ class Rows(Work):
 
     def plan(self, setting: Setting, which: str, transport: str = "nccl") -> Path:
         """automatic; second or third: the automatic plan's next families; or of that schedule, unreplicated."""
-        path = self.folder / f"plan-{setting.stem}-{which}-{transport}.json"
+        path = self.folder / f"plan-{setting.stem}-{which.replace(' ', '-')}-{transport}.json"
         if path.exists():
             return path
         about = MODELS[setting.model]
@@ -157,6 +159,8 @@ class Rows(Work):
             words += ["--schedule", others[ALTERNATIVES[which]]]
         elif which == "1f1b-so":
             words += ["--schedule", which, "--stages", str(self.width(setting))]
+        elif which == "dealt equally":
+            words += ["--dealing", "equal"]
         elif which != "automatic":
             words += ["--schedule", which]
         if setting.how == "compiled":
@@ -183,10 +187,11 @@ class Rows(Work):
     def due(self, setting: Setting, launch: str, runs: int) -> dict[str, Contender]:
         """Contenders of a launch that have fewer runs than that and have not failed, by their rows' names."""
         found = {}
+        known = row_names()
         for words, contender in setting.contenders().items():
             name = f"{setting.name} {words}"
             row = self.rows.get(name, {})
-            wanted = any(word in name for word in self.words)
+            wanted = name in self.words or any(word in name for word in self.words if word not in known)
             if contender.launch == launch and wanted and "error" not in row and len(row.get("runs", ())) < runs:
                 found[name] = contender
         return found

@@ -1,6 +1,8 @@
 """TinyLlama's shape with long sequences at the memory limit: whole stages that recompute beside layers that do.
 
     python benchmarks/recompute/run.py --folder WORK --budget 900      on a GPU; goes on where it stopped
+    python benchmarks/recompute/run.py --folder WORK --until profiles  likewise, and no further
+    python benchmarks/recompute/run.py --folder WORK --until plans     anywhere, once profile and links are there
     python benchmarks/recompute/run.py --folder WORK --tiny            a rehearsal on two CPU ranks
 
 The limit is found by the planner: of shares of what a plan without recomputation holds, the one at which plans
@@ -69,17 +71,22 @@ class Rows(Work):
     def transport(self) -> str:
         return "auto" if self.tiny else "ipc"
 
+    def plan(self, name: str) -> Path:
+        path = self.folder / f"plan-{name.replace(' ', '-')}.json"
+        if not path.exists():
+            way, _, schedule = name.partition(" ")
+            words = ["plan", str(self.profile()), "--cluster", str(self.cluster(self.transport))]
+            words += ["--out", str(path), "--global-batch", str(SIZE * COUNT), "--micro-batch", str(SIZE)]
+            words += ["--memory-limit", f"{self.limit(schedule or None):.0f}B", "--recompute", WAYS[way]]
+            self.bapipe(*words, *(["--schedule", schedule] if schedule else []))
+        return path
+
     def row(self, name: str) -> dict[str, Any]:
-        way, _, schedule = name.partition(" ")
-        limit = self.limit(schedule or None)
-        plan_file, run_file = (self.folder / f"{kind}-{name.replace(' ', '-')}.json" for kind in ("plan", "run"))
-        words = ["plan", str(self.profile()), "--cluster", str(self.cluster(self.transport))]
-        words += ["--out", str(plan_file), "--global-batch", str(SIZE * COUNT), "--micro-batch", str(SIZE)]
-        words += ["--memory-limit", f"{limit:.0f}B", "--recompute", WAYS[way]]
-        self.bapipe(*words, *(["--schedule", schedule] if schedule else []))
+        plan_file = self.plan(name)
+        run_file = plan_file.with_name(plan_file.name.replace("plan-", "run-"))
         given = ["--steps", str(STEPS), "--out", str(run_file), "--learning-rate", "1e-4"]
         self.bapipe("run", str(plan_file), "--transport", self.transport, *given)
-        return _row(read_plan(plan_file), run_file, limit)
+        return _row(read_plan(plan_file), run_file, self.limit(name.partition(" ")[2] or None))
 
 
 def _limit(profile: Profile, cluster: Cluster, schedule: str | None) -> list[dict[str, Any]]:
@@ -151,8 +158,22 @@ def _table(known: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    given = row_options(__doc__).parse_args()
+    parser = row_options(__doc__)
+    parser.add_argument("--until", choices=("profiles", "plans", "rows"), default="rows", help="and no further")
+    given = parser.parse_args()
     work = Rows(given.folder, HERE.parent / "tinyllama", tiny=given.tiny, budget=given.budget)
+    if given.until == "plans":
+        for name in ROWS:
+            work.plan(name)
+        return
+    if given.until == "profiles":
+        work.start_slices()
+        try:
+            work.cluster(work.transport)
+            work.profile()
+        finally:
+            work.stop_slices()
+        return
     table = work.folder / "result.md"
     work.run_rows(ROWS, given.rows, least=LEAST, after=lambda known: table.write_text(_table(known)))
 

@@ -58,7 +58,7 @@ class Contender:
     launch: Literal["nccl", "auto", "peers", "none"]
     """contenders of one launch share its processes; nccl and auto are ours, by that transport"""
     plan: str | None = None
-    """which plan it runs: automatic, second, third, dealt equally, or the one that torch's stages are cut by"""
+    """which plan it runs: automatic, second, third, dealt equally, or of that schedule"""
     kind: Literal["ours", "ddp", "fsdp", "torch", "deepspeed"] = "ours"
     schedule: str | None = None
     """torch's class"""
@@ -66,8 +66,8 @@ class Contender:
     """whether stages have equally many layers, instead of being cut as our plan cuts"""
     compiles: Literal["setting", "always", "never"] = "setting"
     """whether it runs compiled: as the setting says, also where ours does not, or not at all"""
-    unequal: bool = False
-    """whether it is for unequal slices only"""
+    only: str = ""
+    """the words at the end of the settings that have it"""
 
     @property
     def is_peer(self) -> bool:
@@ -78,11 +78,22 @@ CONTENDERS = {
     "ours nccl": Contender(launch="nccl", plan="automatic"),
     "ours nccl second": Contender(launch="nccl", plan="second"),
     "ours nccl third": Contender(launch="nccl", plan="third"),
-    "ours nccl dealt equally": Contender(launch="nccl", plan="dealt equally", unequal=True),
+    "ours nccl dealt equally": Contender(launch="nccl", plan="dealt equally", only="unequal"),
+    "ours nccl data-parallel": Contender(launch="nccl", plan="data-parallel", only="gnmt-8 fp32 eager 4"),
+    "ours nccl zb-v": Contender(launch="nccl", plan="zb-v", only="gnmt-8 fp32 eager 4"),
+    "ours nccl v-half": Contender(launch="nccl", plan="v-half", only="gnmt-8 fp32 eager 4"),
     "torch 1f1b ourcut": Contender(launch="peers", kind="torch", plan="1f1b-so", schedule="Schedule1F1B"),
     "torch ddp": Contender(launch="peers", kind="ddp"),
     "torch zbv ourcut": Contender(
         launch="peers", kind="torch", plan="zb-v", schedule="ScheduleZBVZeroBubble", compiles="never"
+    ),
+    "torch dualpipe-v ourcut": Contender(
+        launch="peers",
+        kind="torch",
+        plan="dualpipe-v",
+        schedule="ScheduleDualPipeV",
+        compiles="never",
+        only="gnmt-8 fp32 eager 4",
     ),
     "torch 1f1b equal": Contender(
         launch="peers", kind="torch", plan="1f1b-so", schedule="Schedule1F1B", equal=True
@@ -130,7 +141,7 @@ class Setting:
         return {
             words: own
             for words, own in CONTENDERS.items()
-            if not (both and own.compiles == "always") and not (own.unequal and self.cut.equal)
+            if not (both and own.compiles == "always") and self.name.endswith(own.only)
         }
 
 
@@ -148,7 +159,7 @@ SETTINGS = (
         "4",
     ),
     *_settings(["resnet50", "tinyllama-lora"], "bf16", "compiled", "4"),
-    *_settings(["gnmt-8", "vgg16"], "fp32", "eager", "unequal"),
+    *_settings(["gnmt-8", "vgg16", "resnet50-192"], "fp32", "eager", "unequal"),
     *_settings(["gnmt-8", "vgg16", "resnet50"], "fp32", "eager", "4"),
     *_settings(["gnmt-8", "vgg16", "resnet50"], "fp32", "eager", "8"),
 )

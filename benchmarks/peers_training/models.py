@@ -63,6 +63,15 @@ MODELS = {
         count=32,
         optimizer="sgd",
     ),
+    "resnet50-192": TrainedModel(  # a global batch that is small for a pipeline
+        spec="resnet50",
+        args={"with_loss": "true"},
+        tiny=_IMAGES,
+        size=32,
+        count=6,
+        tiny_count=6,
+        optimizer="sgd",
+    ),
     "tinyllama": TrainedModel(
         spec="model:build",  # of benchmarks/tinyllama
         args={"sequence": "1024"},

@@ -33,9 +33,6 @@ from summary import result_of  # noqa: E402
 from work import ROOT, Work, row_options  # noqa: E402
 
 from bapipe.errors import BaPipeError  # noqa: E402
-from bapipe.hardware.cluster import Cluster  # noqa: E402
-from bapipe.hardware.cluster_file import read_cluster  # noqa: E402
-from bapipe.hardware.cluster_toml import cluster_toml  # noqa: E402
 from bapipe.io.files import write_text  # noqa: E402
 from bapipe.planner.partition.baselines import uniform  # noqa: E402
 from bapipe.records.plan import Plan, read_plan, write_plan  # noqa: E402
@@ -95,7 +92,7 @@ class Rows(Work):
         """Whether there is a profile of it, or rows that failed for want of one, and links."""
         words = ("4", "8") if setting.slices == "unequal" else (setting.slices,)
         parts = [replace(setting, slices=word) for word in words]
-        links = [self.kept(f"cluster-{word}-{transport}.toml") for word in words for transport in ("nccl", "auto")]
+        links = [self.kept(f"cluster-{setting.slices}-{transport}.toml") for transport in ("nccl", "auto")]
         before = setting.how == "eager" and not self.tiny and self.committed(setting).exists()
         measured = before or all(self.kept(f"profile-{own.stem}.json") for own in parts)
         failed = "error" in self.rows.get(f"{setting.name} torch ddp", {})
@@ -114,7 +111,7 @@ class Rows(Work):
 
     def committed(self, setting: Setting) -> Path:
         """A profile of slices of 25 and of 12.5 % that the repository has of the paper's models."""
-        return ROOT / "profiles" / "h200" / "with-loss" / f"{setting.model}-{setting.precision}.json"
+        return ROOT / "profiles" / "h200" / "with-loss" / f"{MODELS[setting.model].spec}-{setting.precision}.json"
 
     def measure_profile(self, setting: Setting, path: Path) -> None:
         self.enough("profile", setting.name)
@@ -126,20 +123,12 @@ class Rows(Work):
         self.bapipe(*words, *(["--compile"] if setting.how == "compiled" else []), "-o", str(path))
 
     def cluster_of(self, setting: Setting, transport: str) -> Path:
-        """The slices, with links as that transport has them; unequal ones as the equal ones were measured."""
+        """The slices, with links as that transport has them."""
         name = f"cluster-{setting.slices}"
         known = self.kept(f"{name}-{transport}.toml")
-        if known is not None:
-            return known
-        if setting.slices != "unequal":
+        if known is None:
             self.cut(setting.slices)
-            return self.cluster(transport, name)
-        larger, smaller = (
-            read_cluster(str(self.cluster_of(replace(setting, slices=word), transport))) for word in ("4", "8")
-        )
-        path = self.folder / f"{name}-{transport}.toml"
-        write_text(path, cluster_toml(_joined(larger, smaller), comment="links as between four equal slices"))
-        return path
+        return known or self.cluster(transport, name)
 
     def plan(self, setting: Setting, which: str, transport: str = "nccl") -> Path:
         """automatic; second or third: the automatic plan's next families; or of that schedule, unreplicated."""
@@ -206,12 +195,17 @@ class Rows(Work):
         """Whether nothing that was asked for is left. What a launch needs is measured and planned before it."""
         try:
             for setting in SETTINGS if until != "rows" else ():
-                if not any(self.due(setting, launch, repeats) for launch in ("nccl", "peers", "auto")):
+                due = {
+                    name: own
+                    for launch in ("nccl", "peers", "auto")
+                    for name, own in self.due(setting, launch, repeats).items()
+                }
+                if not due:
                     continue
                 if until == "plans" and not self.is_known(setting):
                     print(f"{setting.name}: no profile or no links yet", flush=True)
                     continue
-                self.prepare(setting, plans=until == "plans")
+                self.prepare(setting, due, plans=until == "plans")
             for runs in range(1, repeats + 1) if until == "rows" else ():
                 for launches in (("none", "nccl", "peers"), ("auto",)):
                     for setting in SETTINGS:
@@ -226,13 +220,14 @@ class Rows(Work):
                 self.stop_slices()
         return True
 
-    def prepare(self, setting: Setting, *, plans: bool) -> None:
-        """Profile, links and, if asked, plans of a setting; what cannot be had is a row that failed."""
-        for transport in ("nccl", "auto"):
+    def prepare(self, setting: Setting, due: dict[str, Contender], *, plans: bool) -> None:
+        """Profile, links and, if asked, plans of what is due; what cannot be had is a row that failed."""
+        for transport in dict.fromkeys("auto" if own.launch == "auto" else "nccl" for own in due.values()):
             self.guarded(setting, "ours", lambda transport=transport: self.cluster_of(setting, transport))
         self.guarded(setting, "", lambda: self.profile(setting))
-        for words, contender in setting.contenders().items() if plans else ():
+        for name, contender in due.items() if plans else ():
             if contender.plan is not None and contender.launch != "none":
+                words = name.removeprefix(f"{setting.name} ")
                 self.guarded(setting, words, lambda own=contender: self.contender_plan(setting, own), exact=True)
 
     def contender_plan(self, setting: Setting, contender: Contender) -> Path:
@@ -381,14 +376,6 @@ class Rows(Work):
 
 class OutOfTimeError(Exception):
     """The budget is spent; what was measured is kept."""
-
-
-def _joined(larger: Cluster, smaller: Cluster) -> Cluster:
-    """Half of the accelerators of the one type, half of the other."""
-    names = [next(iter(cluster.types)) for cluster in (larger, smaller)]
-    half = len(larger.accelerators) // 2
-    members = [replace(item, type=names[index >= half]) for index, item in enumerate(larger.accelerators)]
-    return replace(larger, accelerators=tuple(members), types={**larger.types, **smaller.types})
 
 
 def _equal_stages(plan: Plan) -> Plan:

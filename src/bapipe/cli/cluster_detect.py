@@ -110,7 +110,7 @@ def _this_machine(out: str | None, ranks: int | None, threads: int) -> None:
     text = cluster_text(machine)
     if out:
         write_text(out, text)
-        click.echo(f"wrote {out}: {machine.count} × {machine.type}")
+        click.echo(f"wrote {out}: {machine}")
     else:
         click.echo(text, nl=False)
     if machine.kind == "cpu":

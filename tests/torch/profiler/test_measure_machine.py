@@ -12,11 +12,11 @@ from click.testing import CliRunner
 from bapipe.cli.profile import cluster_group, merge_command, profile_command, slices_group
 from bapipe.costs.profile import read_profile
 from bapipe.errors import BaPipeError
-from bapipe.hardware.cluster_file import read_cluster
+from bapipe.hardware.cluster_file import parse_cluster, read_cluster
 from bapipe.models.model_spec import parse_arguments
 from bapipe.torch import slices
 from bapipe.torch.profiler import detect_machine
-from bapipe.torch.profiler.detect_machine import Machine, cluster_text, usable_memory
+from bapipe.torch.profiler.detect_machine import AcceleratorGroup, Machine, cluster_text, usable_memory
 from bapipe.torch.profiler.environment import accelerator_name
 from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample, collective_bandwidth, fit, links_of
 from bapipe.torch.profiler.measure_links import measure_links
@@ -52,10 +52,10 @@ MEASURED = LinkMeasurement(
     pairs=(*link((0, 1), 1e9), *link((1, 2), 2e9, shared=True)),
     all_reduce=tuple(sample(size, 2e-5 + size / 5e8, both=True) for size in (8, MIB, 16 * MIB)),
 )
-MACHINE = Machine(
-    node="here", kind="cpu", type="cpu-core", description="a test", count=3, memory=8e9, memory_bandwidth=1e10,
-    flops={"fp32": 1e11},
-)  # fmt: skip
+CORES = AcceleratorGroup(
+    type="cpu-core", description="a test", count=3, memory=8e9, memory_bandwidth=1e10, flops={"fp32": 1e11}
+)
+MACHINE = Machine(node="here", kind="cpu", groups=(CORES,))
 
 
 def test_latency_and_bandwidth_are_found_again() -> None:
@@ -151,12 +151,18 @@ def test_a_cut_gpu_is_detected_under_the_type_that_profiles_of_its_slices_have(
         threads=1,
         slice=f"{slices.describe(cut, 0)}, 3 others beside",
     )
-    assert found.type == accelerator_name(profiled) == "h200-25pct"
-    assert (found.count, found.memory, found.memory_bandwidth) == (4, detect_machine.usable_memory(16e9), 1e12)
-    unequal = slices.Slices(gpu=0, percentages=(50.0, 25.0), memory=16e9, folder="/x")
+    (group,) = found.groups
+    assert group.type == accelerator_name(profiled) == "h200-25pct"
+    assert (found.count, group.memory, group.memory_bandwidth) == (4, detect_machine.usable_memory(16e9), 1e12)
+    unequal = slices.Slices(gpu=0, percentages=(25.0, 25.0, 50.0, 25.0), memory=16e9, folder="/x")
     monkeypatch.setattr(slices, "status", lambda _: unequal)
-    with pytest.raises(BaPipeError, match="unequal slices of 50, 25 %; write the cluster file by hand"):
-        detect_machine.detect()
+    found = detect_machine.detect()
+    assert str(found) == "2 × h200-25pct + 1 × h200-50pct + 1 × h200-25pct"
+    cluster = parse_cluster(cluster_text(found), where="here")
+    names = ["h200-25pct", "h200-25pct", "h200-50pct", "h200-25pct"]
+    assert [item.type for item in cluster.accelerators] == names
+    rates = {name: kind.memory_bandwidth for name, kind in cluster.types.items()}
+    assert rates == {"h200-25pct": 1e12, "h200-50pct": 2e12}
 
 
 def test_slices_have_their_own_environment(tmp_path: Path) -> None:

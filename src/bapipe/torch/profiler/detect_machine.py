@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -19,7 +20,7 @@ from bapipe.torch import slices
 from bapipe.torch.profiler.environment import accelerator_name, environment_of
 from bapipe.torch.profiler.link_record import LinkMeasurement, collective_bandwidth, links_of
 
-__all__ = ["Machine", "cluster_text", "detect", "usable_memory"]
+__all__ = ["AcceleratorGroup", "Machine", "cluster_text", "detect", "usable_memory"]
 
 _SIDE = 1024
 """of the matrices whose product tells the compute rate"""
@@ -30,12 +31,9 @@ _CONTEXT, _SCATTERED = 0.5e9, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Equal accelerators of this machine."""
+class AcceleratorGroup:
+    """Neighbouring accelerators of one type."""
 
-    node: str
-    kind: str
-    """gpu or cpu"""
     type: str
     description: str
     count: int
@@ -44,6 +42,29 @@ class Machine:
     memory_bandwidth: float
     """bytes/s"""
     flops: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The accelerators of this machine, in their order."""
+
+    node: str
+    kind: str
+    """gpu or cpu"""
+    groups: tuple[AcceleratorGroup, ...]
+
+    @property
+    def count(self) -> int:
+        """How many accelerators there are."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Each type of accelerator once."""
+        return tuple(dict.fromkeys(group.type for group in self.groups))
+
+    def __str__(self) -> str:
+        return " + ".join(f"{group.count} × {group.type}" for group in self.groups)
 
 
 def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = None) -> Machine:
@@ -59,9 +80,7 @@ def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = N
         if cut is not None and ranks in (None, len(cut)):
             return _sliced(node, gpu, cut)
         own = environment_of(gpu)
-        return Machine(
-            node=node,
-            kind="gpu",
+        group = AcceleratorGroup(
             type=accelerator_name(own),
             description=str(own),
             count=ranks or torch.cuda.device_count(),
@@ -69,6 +88,7 @@ def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = N
             memory_bandwidth=_copy_rate(gpu),
             flops={name: _product_rate(gpu, kind) for name, kind in _KINDS.items()},
         )
+        return Machine(node=node, kind="gpu", groups=(group,))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads < 1 or threads > cores:
         raise BaPipeError(f"a rank can have 1 to {cores} threads here, got {threads}; correct --threads")
@@ -79,9 +99,7 @@ def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = N
         cpu = torch.device("cpu")
         own = environment_of(cpu)
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        return Machine(
-            node=node,
-            kind="cpu",
+        group = AcceleratorGroup(
             type=accelerator_name(own),
             description=str(own),
             count=count,
@@ -89,31 +107,31 @@ def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = N
             memory_bandwidth=_copy_rate(cpu),
             flops={"fp32": _product_rate(cpu, torch.float32), "fp64": _product_rate(cpu, torch.float64)},
         )
+        return Machine(node=node, kind="cpu", groups=(group,))
     finally:
         torch.set_num_threads(before)
 
 
 def _sliced(node: str, gpu: torch.device, cut: slices.Slices) -> Machine:
-    """Equal slices of one GPU, under the type that a profile of a slice has."""
-    shares = set(cut.percentages)
-    if len(shares) > 1:
-        raise BaPipeError(
-            f"the GPU is cut into unequal slices of {', '.join(f'{item:g}' for item in cut.percentages)} %; write "
-            "the cluster file by hand, or cut it evenly (bapipe slices start --count N)"
+    """Slices of one GPU, each under the type that a profile of such a slice has."""
+    whole = torch.cuda.get_device_properties(gpu).total_memory if cut.memory is None else 0
+    copying = _copy_rate(gpu)
+    rates = {name: _product_rate(gpu, kind) for name, kind in _KINDS.items()}
+    groups = []
+    for percentage, members in groupby(range(len(cut)), key=lambda index: cut.percentages[index]):
+        indices, share = list(members), percentage / 100
+        own = environment_of(gpu, slice_=slices.describe(cut, indices[0]))
+        groups.append(
+            AcceleratorGroup(
+                type=accelerator_name(own),
+                description=str(own),
+                count=len(indices),
+                memory=usable_memory(cut.memory or whole * share),
+                memory_bandwidth=share * copying,
+                flops={name: share * rate for name, rate in rates.items()},
+            )
         )
-    own = environment_of(gpu, slice_=slices.describe(cut, 0))
-    share = shares.pop() / 100
-    memory = cut.memory or torch.cuda.get_device_properties(gpu).total_memory * share
-    return Machine(
-        node=node,
-        kind="gpu",
-        type=accelerator_name(own),
-        description=str(own),
-        count=len(cut),
-        memory=usable_memory(memory),
-        memory_bandwidth=share * _copy_rate(gpu),
-        flops={name: share * _product_rate(gpu, kind) for name, kind in _KINDS.items()},
-    )
+    return Machine(node=node, kind="gpu", groups=tuple(groups))
 
 
 def usable_memory(memory: float) -> float:
@@ -153,27 +171,33 @@ def _copy_rate(device: torch.device) -> float:
 def cluster_text(machine: Machine, links: LinkMeasurement | None = None) -> str:
     """The cluster file: catalogue types by name, others with their measured rates."""
     lines = ['schema = "bapipe.cluster/1"', f"name = {json.dumps(machine.node)}", ""]
-    lines += ["[[accelerators]]", f"type = {json.dumps(machine.type)}", f"count = {machine.count}"]
-    lines += [f"node = {json.dumps(machine.node)}", ""]
-    if machine.kind == "cpu" or machine.type not in load_catalog():
-        lines += [f"[types.{json.dumps(machine.type)}]", f"kind = {json.dumps(machine.kind)}"]
-        lines += [
-            f"memory = {_rounded(machine.memory)}",
-            f"memory_bandwidth = {_rounded(machine.memory_bandwidth)}",
-        ]
-        flops = ", ".join(f"{name} = {_rounded(value)}" for name, value in machine.flops.items())
-        lines += [f"flops = {{ {flops} }}"]
-        if links is None:
-            lines += ['link_bandwidth = "1 GB/s"']
-        lines += ["", f"[types.{json.dumps(machine.type)}.sources]"]
-        lines += [f"flops = {json.dumps('measured: a product of large matrices; ' + machine.description)}"]
-        lines += ['memory_bandwidth = "measured: a large copy, bytes read and written"']
-        if links is None:
-            lines += ['link_bandwidth = "assumption; measure it with bapipe profile --links"']
-        lines += [""]
+    for group in machine.groups:
+        lines += ["[[accelerators]]", f"type = {json.dumps(group.type)}", f"count = {group.count}"]
+        lines += [f"node = {json.dumps(machine.node)}", ""]
+    for group in {group.type: group for group in machine.groups}.values():
+        if machine.kind == "cpu" or group.type not in load_catalog():
+            lines += _type_lines(group, machine.kind, linked=links is not None)
     if links is not None:
         lines += _link_lines(machine, links)
     return "\n".join(lines) + "\n"
+
+
+def _type_lines(group: AcceleratorGroup, kind: str, *, linked: bool) -> list[str]:
+    lines = [f"[types.{json.dumps(group.type)}]", f"kind = {json.dumps(kind)}"]
+    lines += [
+        f"memory = {_rounded(group.memory)}",
+        f"memory_bandwidth = {_rounded(group.memory_bandwidth)}",
+    ]
+    flops = ", ".join(f"{name} = {_rounded(value)}" for name, value in group.flops.items())
+    lines += [f"flops = {{ {flops} }}"]
+    if not linked:
+        lines += ['link_bandwidth = "1 GB/s"']
+    lines += ["", f"[types.{json.dumps(group.type)}.sources]"]
+    lines += [f"flops = {json.dumps('measured: a product of large matrices; ' + group.description)}"]
+    lines += ['memory_bandwidth = "measured: a large copy, bytes read and written"']
+    if not linked:
+        lines += ['link_bandwidth = "assumption; measure it with bapipe profile --links"']
+    return [*lines, ""]
 
 
 def _link_lines(machine: Machine, measured: LinkMeasurement) -> list[str]:

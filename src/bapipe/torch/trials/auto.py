@@ -149,6 +149,11 @@ def _detect(options: AutoOptions, steps: _Steps) -> tuple[Machine, Cluster]:
     machine = detect(ranks=options.ranks)
     if options.device == "cpu" and machine.kind == "gpu":
         machine = detect(ranks=options.ranks, device="cpu")
+    if len(machine.types) > 1:
+        raise BaPipeError(
+            f"this machine has {machine}, and auto measures accelerators of one type; profile each type (bapipe "
+            "profile --slice N), join the profiles (bapipe merge) and use bapipe plan, or cut the GPU evenly"
+        )
     text = cluster_text(machine)
     if options.fresh or not path.exists() or len(read_cluster(str(path))) != machine.count:
         write_text(path, text)

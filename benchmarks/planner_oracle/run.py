@@ -25,6 +25,7 @@ from random_problems import problem_of
 from bapipe.errors import InfeasibleError
 from bapipe.planner import explore
 from bapipe.planner.evaluate import Evaluation
+from bapipe.schedule.actions import Kind
 
 HERE = Path(__file__).parent
 EQUAL = 1e-3
@@ -79,16 +80,26 @@ def against_itself(seed: int) -> dict[str, Any]:
     less, more = (0.0 if own is None else own.throughput for own in plans)
     row["slower"] = 0.0 if less == 0 else float("inf") if more == 0 else less / more - 1
     row["outcome"] = "neither fits" if more == less == 0 else "slower" if row["slower"] > EQUAL else "monotone"
-    if row["outcome"] == "slower" and check.kind == "batch" and plans[0] is not None and _backs_once(plans[0]):
+    if (
+        row["outcome"] == "slower"
+        and check.kind == "batch"
+        and plans[0] is not None
+        and _spares_accumulation(plans[0])
+    ):
         every = fastest_plan(check.more)
         if every.evaluation is None or every.rate <= more * (1 + EQUAL):
             row["outcome"] = "accumulation does not fit"
     return row
 
 
-def _backs_once(found: Evaluation) -> bool:
-    """Whether no accelerator has a second backward: one adds to gradients, which must be held beside its own."""
-    return found.schedule.num_microbatches <= min(len(ranks) for ranks in found.schedule.placement)
+def _spares_accumulation(found: Evaluation) -> bool:
+    """Whether some accelerator has no forward beside weight gradients, as it has in a larger batch."""
+    for lane in found.candidate.schedule.lanes:
+        kinds = [action.kind for action in lane]
+        first = min(kinds.index(kind) for kind in (Kind.B, Kind.W) if kind in kinds)
+        if Kind.F not in kinds[first:]:
+            return True
+    return False
 
 
 class Answers:

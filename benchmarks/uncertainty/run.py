@@ -2,9 +2,10 @@
 
 python benchmarks/uncertainty/run.py                     200 random profiles, one truth of each, half an hour
 python benchmarks/uncertainty/run.py --noise deviation   errors that are now and then twice as large
+python benchmarks/uncertainty/run.py --depth deep        models of 16 to 48 layers
 python benchmarks/uncertainty/run.py --profiles 20       fewer
 
-Each profile is a line of NOISE.jsonl as soon as it is done, and is not done again.
+Each profile is a line of NOISE.jsonl (deep-NOISE.jsonl) as soon as it is done, and is not done again.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ KNOWN_LAYER_ERROR, KNOWN_LINK_ERROR = 0.03, 0.05
 """relative errors after runs: of a layer as small as `calibrate` has it, and of a link"""
 RACED = 6
 FURTHER_ROUNDS = 2
+DEPTHS = {"shallow": (5, 14), "deep": (16, 48)}
+"""fewest and most layers of a profile; those in profiles/h200 have 12 (GNMT-8) to 18 (ResNet-50)"""
 SIZES = (1, 2, 4, 8)
 TYPES = ("a", "b")
 
@@ -90,10 +93,10 @@ class Regret:
     """plans that were raced in each round"""
 
 
-def random_case(seed: int) -> Case:
-    """5 to 14 layers on 2 to 4 accelerators of one or two types, in one node or two, with links of mixed speed."""
-    generator = np.random.default_rng(seed)
-    layers, count = int(generator.integers(5, 15)), int(generator.integers(2, 5))
+def random_case(seed: int, depth: str = "shallow") -> Case:
+    """Layers on 2 to 4 accelerators of one or two types, in one node or two, with links of mixed speed."""
+    generator, (fewest, most) = np.random.default_rng(seed), DEPTHS[depth]
+    layers, count = int(generator.integers(fewest, most + 1)), int(generator.integers(2, 5))
     types = TYPES[: int(generator.integers(1, 3))]
     work = generator.uniform(1e-3, 6e-3, layers)
     fixed = generator.uniform(0.1, 0.6)
@@ -306,9 +309,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--truths", type=int, default=1)
     parser.add_argument("--noise", choices=list(NOISES), default="within")
+    parser.add_argument("--depth", choices=list(DEPTHS), default="shallow")
     parser.add_argument("--out", help="NOISE.json beside this file unless given")
     options = parser.parse_args()
-    out = Path(options.out or HERE / f"{options.noise}.json")
+    name = options.noise if options.depth == "shallow" else f"{options.depth}-{options.noise}"
+    out = Path(options.out or HERE / f"{name}.json")
     lines = out.with_suffix(".jsonl")
     known = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     found = [Regret(**row) for row in known if row["profile"] < options.profiles]
@@ -316,7 +321,7 @@ def main() -> None:
     for seed in range(options.first, options.profiles):
         if seed in done:
             continue
-        new = regrets(random_case(seed), seed, options.truths, options.noise)
+        new = regrets(random_case(seed, options.depth), seed, options.truths, options.noise)
         with lines.open("a") as file:
             file.writelines(json.dumps(asdict(one)) + "\n" for one in new)
         found += new
@@ -327,6 +332,7 @@ def main() -> None:
             "machine": platform.machine(),
         },
         "noise": options.noise,
+        "layers": DEPTHS[options.depth],
         "layer_error": LAYER_ERROR,
         "link_error": LINK_ERROR,
         "truths": options.truths,

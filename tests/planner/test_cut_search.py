@@ -16,8 +16,9 @@ from bapipe.planner import Request, explore, make_plan
 from bapipe.planner.candidate import Hardware
 from bapipe.planner.effort import effort_of
 from bapipe.planner.evaluate import evaluate
+from bapipe.planner.fixed_partitions import paper_candidate
 from bapipe.planner.inputs import cluster_with, profile_for
-from bapipe.planner.lightest_cuts import balanced_fitting_cuts, lightest_cuts
+from bapipe.planner.lightest_cuts import fitting_and_lightest_cuts
 from bapipe.planner.order_space import OrderSpace, order_spaces
 from bapipe.planner.pipelines import FAMILIES, build, unreplicated_stages
 from bapipe.planner.placements import accelerator_orders, replica_counts
@@ -87,12 +88,13 @@ def test_the_lightest_cuts_lack_least(memory: float) -> None:
             max(found.stage_seconds.work),
         )
     tables = StageTables(chain)
-    assert every[lightest_cuts(tables, hardware, members, order)][0] == pytest.approx(
-        min(lack for lack, _ in every.values())
-    )
+    best, lightest = fitting_and_lightest_cuts(tables, hardware, members, order)
+    assert every[lightest][0] == pytest.approx(min(lack for lack, _ in every.values()))
     fitting = [longest for lack, longest in every.values() if lack <= 0]
-    best = balanced_fitting_cuts(tables, hardware, members, order)
     assert (best is None) == (not fitting)
+    request = Request(global_batch=6, microbatch=1)
+    paper = paper_candidate(chain, hardware, FAMILIES["1f1b-so"], 6, request, fitting=True)
+    assert paper is not None or not fitting, "what fits is not passed over"
     if best is not None:
         assert every[best][1] == pytest.approx(min(fitting))
 

@@ -17,6 +17,7 @@ from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.evaluate import evaluate
 from bapipe.planner.inputs import cluster_with, profile_for
 from bapipe.planner.plan_timeline import plan_timeline
+from bapipe.planner.tuning import DEFAULT_TUNING
 from bapipe.records.plan import Plan, read_plan, write_plan
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import capped
@@ -32,7 +33,9 @@ MIXED = REPOSITORY / "examples" / "mixed"
 def slices() -> Plan:
     cluster = cluster_with(str(MIXED / "cluster.toml"), memory_limit=None, link_bandwidth=None)
     profile = profile_for(str(MIXED / "both.json"), cluster, microbatch=None, precision=None)
-    return make_plan(explore(profile, cluster, Request(global_batch=1024)))
+    # In quicker orders a V-shaped pipeline is as fast as dealing is, to 0.3 %.
+    tuning = replace(DEFAULT_TUNING, moved_orders=0)
+    return make_plan(explore(profile, cluster, Request(global_batch=1024), tuning=tuning))
 
 
 def test_quarters_take_five_and_eighths_three(slices: Plan, tmp_path: Path) -> None:

@@ -22,8 +22,13 @@ __all__ = [
     "accelerators_of_ranks",
     "as_run",
     "is_data_parallel",
+    "takes_moves",
     "unreplicated",
 ]
+
+
+_LISTED = ("zb", "zb-v", "v-half", "v-min", "interleaved")
+"""schedules that are any order which holds no more than they; the others are one order each"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +109,22 @@ def as_run(candidate: Candidate) -> Schedule:
     if chosen:
         schedule = with_recompute(schedule, chosen)
     return with_update(schedule, replicas=candidate.copies) if schedule.flushes else schedule
+
+
+def takes_moves(candidate: Candidate, *, most: int) -> bool:
+    """Whether its order is one of many that its schedule's name allows, so that actions may change places.
+
+    And it has no replicas, recomputes nothing and does not have more than `most` forwards.
+    """
+    schedule, stages = candidate.schedule, candidate.stages
+    plain = candidate.copies == 1 and candidate.engine == "bapipe" and schedule.num_ranks > 1
+    return (
+        schedule.name in _LISTED
+        and plain
+        and len(stages) * schedule.num_microbatches <= most
+        and unreplicated(stages)
+        and not any(stage.recompute for stage in stages)
+    )
 
 
 def accelerators_of_ranks(candidate: Candidate) -> tuple[int, ...]:

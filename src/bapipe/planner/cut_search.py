@@ -21,7 +21,7 @@ from bapipe.planner.candidate import Candidate, unreplicated
 from bapipe.planner.dealt_cases import dealt_orders
 from bapipe.planner.effort import Effort
 from bapipe.planner.evaluate import Evaluation, evaluate
-from bapipe.planner.lightest_cuts import balanced_fitting_cuts, lightest_cuts
+from bapipe.planner.lightest_cuts import fitting_and_lightest_cuts
 from bapipe.planner.order_space import DATA_PARALLEL, OrderSpace, order_spaces
 from bapipe.planner.placements import accelerator_orders, replica_counts
 from bapipe.planner.plan_cases import PlanCases
@@ -293,10 +293,7 @@ class CutSearch:
                 for taken in reversed(placed or [tuple(range(depth))])
             }
             for order, taken in itertools.product(orders, reversed(kinds.values())):
-                cut = (
-                    balanced_fitting_cuts(tables, state.hardware, taken, order),
-                    lightest_cuts(tables, state.hardware, taken, order),
-                )
+                cut = fitting_and_lightest_cuts(tables, state.hardware, taken, order)
                 for cuts in dict.fromkeys(own for own in cut if own is not None):
                     if any(last <= first for first, last in itertools.pairwise((-1, *cuts))):
                         continue

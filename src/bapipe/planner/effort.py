@@ -24,6 +24,8 @@ class Effort:
     seconds: float = math.inf
     more: int = 1
     """times as many plans are listed as usual"""
+    share: float = 1.0
+    """times as many actions are moved as usual"""
 
 
 def check_effort(effort: str | float) -> None:
@@ -40,8 +42,12 @@ def check_effort(effort: str | float) -> None:
 def effort_of(effort: str | float, tuning: Tuning) -> Effort:
     """What a word or so many seconds allow."""
     if not isinstance(effort, str):
-        return Effort(steps=math.inf, seconds=effort, more=tuning.search_more)
-    steps = {"low": tuning.search_steps // 10, "normal": tuning.search_steps}
-    if effort in steps:
-        return Effort(steps=steps[effort])
-    return Effort(steps=tuning.search_steps * tuning.search_more, more=tuning.search_more)
+        return Effort(steps=math.inf, seconds=effort, more=tuning.search_more, share=tuning.search_more)
+    if effort == "high":
+        more = tuning.search_more
+        return Effort(steps=tuning.search_steps * more, more=more, share=more)
+    return (
+        Effort(steps=tuning.search_steps // 10, share=0.1)
+        if effort == "low"
+        else Effort(steps=tuning.search_steps)
+    )

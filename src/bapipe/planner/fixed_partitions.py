@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import UnitBytes, stage_bytes
 from bapipe.costs.stage_time import UnitSeconds
@@ -114,25 +116,45 @@ def paper_candidate(
     microbatches: int,
     request: Request,
     tuning: Tuning = DEFAULT_TUNING,
+    *,
+    fitting: bool = False,
 ) -> Candidate | None:
-    """The paper's balanced partition for a family of schedules, on the accelerators in the cluster's order."""
+    """The paper's balanced partition for a family of schedules, on the accelerators in the cluster's order.
+
+    None where all is recomputed, and with `fitting` where no cuts would fit.
+    """
     if family.recompute == "always":
         return None
     cluster = hardware.cluster
     depth = _depth(chain, hardware, request)
-    members = range(depth)
+    members, copies = range(depth), hardware.static_copies()
+    capacity = tuple(cluster.type_of(index).memory for index in members)
+    inflight = tuple(family.inflight(depth - index, depth, microbatches) for index in members)
+    if fitting and not _may_fit(chain, capacity, inflight, copies):
+        return None
     balanced = _balanced(
         chain,
         rows=tuple(chain.row(cluster.accelerators[index].type) for index in members),
-        capacity=tuple(cluster.type_of(index).memory for index in members),
-        inflight=tuple(family.inflight(depth - index, depth, microbatches) for index in members),
-        copies=hardware.static_copies(),
+        capacity=capacity,
+        inflight=inflight,
+        copies=copies,
         link=_slowest(cluster),
         split_layers=request.strategy == "bapipe" or request.split_layers,
         slices=tuning.slices,
     )
     stages = unreplicated_stages(balanced.cuts, members)
     return replace(build(balanced.chain, stages, family, microbatches, hardware, tuning), steps=balanced.steps)
+
+
+def _may_fit(chain: Chain, capacity: Sequence[float], inflight: Sequence[int], copies: float) -> bool:
+    """Whether stages hold all units, were there no messages and workspaces: each in turn takes what it can."""
+    static = np.concatenate([[0.0], np.cumsum(UnitBytes.of(chain).always(copies))])
+    saved = np.concatenate([[0.0], np.cumsum(chain.saved_activations)])
+    held = 0
+    for room, count in zip(capacity, inflight, strict=True):
+        needed = static + count * saved
+        held = int(np.searchsorted(needed, needed[held] + room * (1 + 1e-9), side="right")) - 1
+    return held == len(chain)
 
 
 @functools.lru_cache(maxsize=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bapipe.planner.candidate import Candidate, StageChoice
+from bapipe.planner.candidate import Candidate, StageChoice, takes_moves
 from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
@@ -37,6 +37,8 @@ class Incumbents:
         """share of the best time by which a candidate may be slower and is kept; 0: only the best are"""
         self._near: dict[tuple[str, int, int], dict[tuple[StageChoice, ...], tuple[float, Candidate]]] = {}
         """by family, micro-batch size and depth: samples/s and candidate, by stages"""
+        self._listed: dict[tuple[str, int, int], Evaluation] = {}
+        """the best of each family, micro-batch size and depth whose order was listed for its times"""
         self._seen: set[tuple[object, ...]] = set()
 
     def is_new(self, candidate: Candidate) -> bool:
@@ -54,9 +56,17 @@ class Incumbents:
         self.count += 1
         if self._margin and evaluation.short is None:
             self._keep(family, evaluation)
+        if evaluation.short is None and takes_moves(evaluation.candidate, most=self._tuning.order_size):
+            key = family, evaluation.candidate.chain.microbatch, len(evaluation.candidate.stages)
+            if key not in self._listed or rank(evaluation) < rank(self._listed[key]):
+                self._listed[key] = evaluation
         held = self.by_family.get(family)
         if held is None or rank(evaluation) < rank(held):
             self.by_family[family] = evaluation
+
+    def listed(self) -> list[tuple[str, Evaluation]]:
+        """Families and their best of each micro-batch size and depth whose actions may be moved, fastest first."""
+        return sorted(((key[0], own) for key, own in self._listed.items()), key=lambda item: rank(item[1]))
 
     def _keep(self, family: str, evaluation: Evaluation) -> None:
         """Only the few fastest of each family, micro-batch size and depth: timelines of all would fill memory."""

@@ -17,6 +17,7 @@ from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.inflight_caps import inflight_bytes
 from bapipe.planner.local_moves import moved_cuts
 from bapipe.planner.looped_cuts import Cuts, balanced_ranks, fastest_first, looped_bound
+from bapipe.planner.order_times import order_room
 from bapipe.planner.partition.exact.problem import Problem
 from bapipe.planner.partition.exact.solve import solve
 from bapipe.planner.partition.paper.stage_cuts import starts
@@ -237,13 +238,7 @@ def _times(
                 inflight=held[index].each,
             )
         )
-    room = []
-    for rank, accelerator in enumerate(shape.accelerators):
-        memory = cluster.type_of(accelerator).memory
-        own = [index for index, (other,) in enumerate(placement) if other == rank]
-        taken = sum(memory - held[index].room for index in own)
-        room.append(memory * (1 - tuning.order_spare_memory) - taken)
-    return found, room
+    return found, order_room(chain, stages, placement, hardware, tuning)
 
 
 _NO_ORDER = interleaved(1, 1, virtual=1)

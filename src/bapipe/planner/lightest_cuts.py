@@ -17,31 +17,25 @@ from bapipe.planner.candidate import Hardware
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.stage_tables import StageTables
 
-__all__ = ["balanced_fitting_cuts", "balanced_recomputing_cuts", "lightest_cuts"]
+__all__ = ["balanced_recomputing_cuts", "fitting_and_lightest_cuts"]
 
 Floats = NDArray[np.float64]
 Cuts = tuple[int, ...]
 
 
-def lightest_cuts(
+def fitting_and_lightest_cuts(
     tables: StageTables, hardware: Hardware, accelerators: Sequence[int], order: PlannedOrder
-) -> Cuts:
-    """Last units of stages of one accelerator each, such that the most that one of them lacks is least.
+) -> tuple[Cuts | None, Cuts]:
+    """Last units of stages of one accelerator each: such that each fits by its own figures and the longest is
+    shortest, None where none fit; and such that the most that one of them lacks is least.
 
     Cost: O(stages · units²).
     """
-    return _least_worst([need for need, _ in _stages(tables, hardware, accelerators, order)])
-
-
-def balanced_fitting_cuts(
-    tables: StageTables, hardware: Hardware, accelerators: Sequence[int], order: PlannedOrder
-) -> Cuts | None:
-    """The same, such that each fits by its own figures and the longest is shortest; None where none fit."""
-    costs = [np.where(need <= 0, work, np.inf) for need, work in _stages(tables, hardware, accelerators, order)]
+    stages = _stages(tables, hardware, accelerators, order)
+    lightest = _least_worst([need for need, _ in stages])
+    costs = [np.where(need <= 0, work, np.inf) for need, work in stages]
     found = _least_worst(costs)
-    firsts = (0, *(cut + 1 for cut in found[:-1]))
-    fits = all(np.isfinite(cost[first, cut]) for cost, first, cut in zip(costs, firsts, found, strict=True))
-    return found if fits else None
+    return (found if np.isfinite(_worst(costs, found)) else None), lightest
 
 
 def balanced_recomputing_cuts(
@@ -67,8 +61,7 @@ def balanced_recomputing_cuts(
         repeated = work + np.where(share <= 1, share, 0.0) * forward
         costs.append(np.where(share <= 1, max(order.taken(stage)) * repeated, np.inf))
     found = _least_worst(costs)
-    firsts = (0, *(cut + 1 for cut in found[:-1]))
-    worst = max(float(cost[first, cut]) for cost, first, cut in zip(costs, firsts, found, strict=True))
+    worst = _worst(costs, found)
     rising = all(before < after for before, after in itertools.pairwise((-1, *found)))
     return (worst, found) if rising and np.isfinite(worst) else None
 
@@ -78,19 +71,31 @@ def _stages(
 ) -> list[tuple[Floats, Floats]]:
     """Of each stage, [first, last], bytes beyond its memory and seconds per micro-batch."""
     chain, held = tables.chain, tables.bytes(parted=order.parted)
+    always = held.static(hardware.static_copies()) + held.casts + held.workspace
+    always += 2 * (held.sent + held.returned + held.received + held.answered)
+    known: dict[tuple[str, int, bool], tuple[Floats, Floats]] = {}
     found = []
     for stage, index in enumerate(accelerators):
         kind = hardware.cluster.type_of(index)
         count, again = min(order.inflight[stage], order.microbatches), stage in order.recompute
-        each = held.kept if again else held.saved_activations
-        messages = 2 * (held.sent + held.returned + held.received + held.answered)
-        need = held.static(hardware.static_copies()) + held.casts + count * each + messages + held.workspace
-        seconds = tables.seconds(frozenset({chain.row(kind.name)}))
-        work = seconds.forward + seconds.backward
-        if again:
-            need, work = need + held.saved_activations, work + seconds.forward
-        found.append((need - kind.memory, work))
+        key = kind.name, count, again
+        if key not in known:
+            seconds = tables.seconds(frozenset({chain.row(kind.name)}))
+            work, need = seconds.forward + seconds.backward, always - kind.memory
+            if again:
+                need = need + held.saved_activations + count * held.kept
+                work = work + seconds.forward
+            else:
+                need = need + count * held.saved_activations
+            known[key] = need, work
+        found.append(known[key])
     return found
+
+
+def _worst(costs: Sequence[Floats], cuts: Cuts) -> float:
+    """The largest of the stages' costs."""
+    firsts = (0, *(cut + 1 for cut in cuts[:-1]))
+    return max(float(cost[first, cut]) for cost, first, cut in zip(costs, firsts, cuts, strict=True))
 
 
 def _least_worst(costs: Sequence[Floats]) -> Cuts:

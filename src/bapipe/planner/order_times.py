@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from bapipe.planner.candidate import Candidate, Hardware
+from collections.abc import Sequence
+
+from bapipe.costs.segments import Chain
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.candidate_costs import stage_costs
 from bapipe.planner.inflight_caps import inflight_bytes
 from bapipe.planner.tuning import Tuning
 from bapipe.schedule.list_schedule import StageTimes
 
-__all__ = ["order_times"]
+__all__ = ["order_room", "order_times"]
 
 
 def order_times(candidate: Candidate, hardware: Hardware, tuning: Tuning) -> list[StageTimes]:
@@ -48,4 +51,21 @@ def order_times(candidate: Candidate, hardware: Hardware, tuning: Tuning) -> lis
                 room=held.room - spare,
             )
         )
+    return found
+
+
+def order_room(
+    chain: Chain,
+    stages: Sequence[StageChoice],
+    placement: Sequence[tuple[int, ...]],
+    hardware: Hardware,
+    tuning: Tuning,
+) -> list[float]:
+    """Bytes for the activations of all its stages, on the accelerator of each rank; of stages without replicas."""
+    found = []
+    for rank in range(1 + max(placed for (placed,) in placement)):
+        own = [stage for stage, (placed,) in zip(stages, placement, strict=True) if placed == rank]
+        memory = hardware.cluster.type_of(own[0].accelerators[0]).memory
+        taken = sum(memory - inflight_bytes(chain, stage, hardware).room for stage in own)
+        found.append(memory * (1 - tuning.order_spare_memory) - taken)
     return found

@@ -148,6 +148,18 @@ class Tuning:
 
     v_order_actions: int = 5_000
     """actions of the orders that are made in one search for better cuts of a V-shaped pipeline"""
+    order_move_actions: int = 40_000
+    """actions of the orders that are simulated to find a quicker one by moving single actions"""
+    moved_orders: int = 8
+    """pipelines that a quicker order is looked for, the fastest of each schedule, micro-batch size and depth"""
+    moved_on: int = 2
+    """of these the fastest then, that one is looked for once more"""
+    move_on_actions: int = 200_000
+    """as `order_move_actions`, for each of those"""
+    moves_worth_memory: float = 1e-3
+    """share of the time that a quicker order must save to be taken where it holds more"""
+    order_move_patience: int = 200
+    """orders in a row that are gone on from without being quicker"""
     time_variations: int = 4
     """variations of the times of a V-shaped or interleaved pipeline's stages for which orders are made too"""
     varied_choices: int = 3
@@ -159,7 +171,7 @@ class Tuning:
     cuts_save: float = 0.05
     """share of the time that moved cuts are taken to save at most: what is slower than the best by more is left"""
     fewer_ranks: int = 6
-    """accelerators up to which interleaving is tried on fewer of them too"""
+    """accelerators up to which interleaving, and layers that recompute, are tried on fewer of them too"""
     search_steps: int = 60_000
     """actions that the search by simulation may time, some hundred plans at once counting as one"""
     search_more: int = 20
@@ -170,6 +182,8 @@ class Tuning:
     """of a search's steps, what orders with recomputation may take at least, where plans without it did not fit"""
     layer_steps: int = 60_000
     """actions that the search for layers that recompute may time, where plans lack memory"""
+    recompute_replicas: int = 4
+    """accelerators up to which every way to replicate stages is tried with layers that recompute"""
     layer_starts: int = 3
     """plans with such layers near which faster ones are looked for"""
     search_gain: float = 2.5e-4

@@ -11,10 +11,9 @@ from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.incumbents import rank
-from bapipe.planner.inflight_caps import inflight_bytes
 from bapipe.planner.local_moves import moved_cuts
 from bapipe.planner.looped_cuts import Cuts, balanced_ranks, fastest_first, looped_bound
-from bapipe.planner.order_times import order_times
+from bapipe.planner.order_times import order_room, order_times
 from bapipe.planner.partition.exact.problem import Problem
 from bapipe.planner.partition.exact.solve import solve
 from bapipe.planner.partition.paper.stage_cuts import starts
@@ -114,7 +113,8 @@ def _ordered(
 
     def made(cuts: Cuts, *, variations: int = 0) -> list[Evaluation]:
         moved = replace(start, stages=with_cuts(start.stages, cuts))
-        stages, room = order_times(moved, hardware, tuning), _room(moved, hardware, tuning)
+        stages = order_times(moved, hardware, tuning)
+        room = order_room(moved.chain, moved.stages, moved.schedule.placement, hardware, tuning)
         orders = [start.schedule]
         if name != "dualpipe-v":  # whose order has no other meaning
             orders += (
@@ -214,14 +214,3 @@ def _candidate(name: str, chain: Chain, cuts: Cuts, microbatches: int, accelerat
         ),
         schedule=SCHEDULES[name](ranks, microbatches),
     )
-
-
-def _room(candidate: Candidate, hardware: Hardware, tuning: Tuning) -> list[float]:
-    """Bytes for the activations of both stages, on each accelerator."""
-    chain, stages, cluster = candidate.chain, candidate.stages, hardware.cluster
-    found = []
-    for own in range(len(stages) // 2):
-        memory = cluster.type_of(stages[own].accelerators[0]).memory
-        both = sum(inflight_bytes(chain, stages[index], hardware).room for index in (own, -1 - own)) - memory
-        found.append(both - tuning.order_spare_memory * memory)
-    return found

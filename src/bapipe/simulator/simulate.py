@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,12 +11,12 @@ from numpy.typing import NDArray
 from bapipe.errors import BaPipeError, DeadlockError
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.simulator.action_costs import Costs
-from bapipe.simulator.engine import Engine, TaskTimes, time_tasks
+from bapipe.simulator.engine import Engine, TaskGraph, TaskTimes, time_tasks
 from bapipe.simulator.lowering import EXCHANGE, Lowered, Network, lower
 from bapipe.simulator.steady_period import steady_period
 from bapipe.simulator.timeline import Timeline, Transfers
 
-__all__ = ["cost_places", "seconds_by_place", "simulate"]
+__all__ = ["TaskSeconds", "cost_places", "seconds_by_place", "simulate", "task_seconds"]
 
 
 Floats = NDArray[np.float64]
@@ -48,14 +49,58 @@ def simulate(
     if network.sending == "blocking" and schedule.concurrency != "none":
         raise BaPipeError(f"{schedule.name} runs F and B at once, so it cannot block on sends; choose other links")
     lowered = lower(schedule, network, costs.unanswered)
-    work, duration = _durations(schedule, costs, lowered)
     if schedule.concurrency == "slots":
+        work, _ = _durations(schedule, costs, lowered)
         times = _lockstep(schedule, costs, lowered, network, work)
     else:
-        times = _free_running(schedule, costs, lowered, network, duration, engine)
-        if times.done < len(duration):
+        seconds = task_seconds(schedule, costs, lowered, network)
+        work, times = seconds.work, seconds.timed(lowered.graph, engine=engine)
+        if times.done < len(work):
             raise _deadlock(lowered, times)
     return _timeline(schedule, costs, lowered, network, times, work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskSeconds:
+    """What the tasks of a lowered schedule and its channels take, whatever order the tasks have on their lanes."""
+
+    work: Floats
+    """of each task"""
+    duration: Floats
+    """how long each task holds its lane"""
+    occupy: Floats
+    """how long a transfer holds each channel"""
+    latency: Floats
+    """how much later it arrives"""
+    uplink_occupy: Floats | None
+    """how long a transfer holds each uplink of each channel"""
+    cut_through: bool
+
+    def timed(self, graph: TaskGraph, *, duration: Floats | None = None, engine: Engine = "auto") -> TaskTimes:
+        """When each task runs; `duration` is given where the graph has the tasks in another order."""
+        return time_tasks(
+            graph,
+            duration=self.duration if duration is None else duration,
+            occupy=self.occupy,
+            latency=self.latency,
+            uplink_occupy=self.uplink_occupy,
+            cut_through=self.cut_through,
+            engine=engine,
+        )
+
+
+def task_seconds(schedule: Schedule, costs: Costs, lowered: Lowered, network: Network) -> TaskSeconds:
+    """Of a schedule whose lanes run freely (not in slots)."""
+    work, duration = _durations(schedule, costs, lowered)
+    occupy, latency = _channel_times(costs, lowered, network)
+    return TaskSeconds(
+        work=work,
+        duration=duration,
+        occupy=occupy,
+        latency=latency,
+        uplink_occupy=None if network.latency_only else _uplink_seconds(costs, lowered),
+        cut_through=(network.sending or schedule.sending) == "cut-through",
+    )
 
 
 def _durations(schedule: Schedule, costs: Costs, lowered: Lowered) -> tuple[Floats, Floats]:
@@ -126,26 +171,6 @@ def _uplink_seconds(costs: Costs, lowered: Lowered) -> Floats:
             for _, rate in channel.uplinks
         ],
         dtype=np.float64,
-    )
-
-
-def _free_running(
-    schedule: Schedule,
-    costs: Costs,
-    lowered: Lowered,
-    network: Network,
-    duration: Floats,
-    engine: Engine,
-) -> TaskTimes:
-    occupy, latency = _channel_times(costs, lowered, network)
-    return time_tasks(
-        lowered.graph,
-        duration=duration,
-        occupy=occupy,
-        latency=latency,
-        uplink_occupy=None if network.latency_only else _uplink_seconds(costs, lowered),
-        cut_through=(network.sending or schedule.sending) == "cut-through",
-        engine=engine,
     )
 
 

@@ -8,6 +8,7 @@ from bapipe.planner.passes.choose_sizes import choose_sizes
 from bapipe.planner.passes.copy_parts import copy_parts
 from bapipe.planner.passes.deal_pipelines import deal_pipelines
 from bapipe.planner.passes.estimates import estimate_alternatives
+from bapipe.planner.passes.move_actions import move_actions
 from bapipe.planner.passes.paper_steps import record_paper_steps
 from bapipe.planner.passes.recompute_layers import recompute_layers
 from bapipe.planner.passes.reorder import reorder_pipelines
@@ -29,6 +30,7 @@ PASSES: tuple[Callable[[SearchState], None], ...] = (
     deal_pipelines,  # on a mixed cluster, pipelines of one type each that take micro-batches by their speed
     copy_parts,  # on a large one, copies of a plan that is searched for a part of it, on as many parts as it pays
     search_cuts,  # what only the simulator finds: cuts, orders of accelerators, replicas, in-flight counts
+    move_actions,  # quicker orders of the best pipelines, one action moved at a time
     recompute_layers,  # where memory lacks, the layers whose forward is repeated
     share_states,  # ZeRO-1: the same with optimizer states shared by the replicas of a stage
     try_engines,  # data parallelism as torch's DDP and FSDP2 run it

@@ -113,7 +113,13 @@ def try_paper(state: SearchState, scope: FamilyScope) -> None:
     request, chain = scope.size.request, scope.size.chain
     if request.strategy == "bapipe" or (request.strategy == "exact" and state.thorough(len(chain))):
         candidate = paper_candidate(
-            chain, state.hardware, scope.family, scope.size.microbatches, request, state.tuning
+            chain,
+            state.hardware,
+            scope.family,
+            scope.size.microbatches,
+            request,
+            state.tuning,
+            fitting=request.strategy == "exact",
         )
         if candidate is not None:
             state.consider(scope.competes_in(candidate.stages), candidate)

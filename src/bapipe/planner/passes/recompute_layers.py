@@ -21,6 +21,7 @@ from bapipe.planner.lightest_cuts import balanced_recomputing_cuts
 from bapipe.planner.order_space import OrderSpace, order_spaces
 from bapipe.planner.passes.search_cuts import may_search
 from bapipe.planner.pipelines import FAMILIES, optimal
+from bapipe.planner.placements import replica_counts
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.state import SearchState
 
@@ -230,12 +231,18 @@ def _unlimited(state: SearchState, chain: Chain, space: OrderSpace, counts: tupl
 
 
 def _shapes(state: SearchState, chain: Chain) -> list[tuple[int, ...]]:
-    """Replicas of each stage: pipelines over all accelerators, and equal copies of shorter ones."""
-    count, stages = len(state.cluster), state.request.stages
+    """Replicas of each stage: pipelines over all accelerators, and equal copies of shorter ones. On few
+    accelerators shorter ones that leave some idle as well, and on fewer all ways to replicate stages.
+    """
+    count, stages, tuning = len(state.cluster), state.request.stages, state.tuning
     if stages is not None:
         return [(1,) * stages]
     most = min(count, len(chain))
-    depths = [depth for depth in range(most, 1, -1) if count % depth == 0 or depth == most]
+    if count <= tuning.recompute_replicas:
+        shapes = replica_counts(count, stages=None, most_stages=most, replicas=True)
+        return [counts for counts in shapes if len(counts) > 1] or [(1,)]
+    few = count <= tuning.fewer_ranks
+    depths = [depth for depth in range(most, 1, -1) if count % depth == 0 or depth == most or few]
     return [(max(1, count // depth),) * depth for depth in depths] or [(1,)]
 
 

@@ -15,15 +15,16 @@ from dataclasses import replace
 from bapipe.costs.recomputed_layers import crosses_runs
 from bapipe.errors import InfeasibleError
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.candidate import Candidate, StageChoice, unreplicated
+from bapipe.planner.candidate import Candidate, StageChoice, takes_moves, unreplicated
 from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.incumbents import rank
+from bapipe.planner.order_moves import MoveEffort, quicker_order
 from bapipe.planner.order_search import orders_under, takes_orders, timed_plans
 from bapipe.planner.pipelines import FAMILIES, build, optimal, permitted, with_cuts
 from bapipe.planner.scenarios import Scenarios
 from bapipe.planner.state import SearchState
 
-__all__ = ["moved_candidates", "other_orders", "sampled_orders"]
+__all__ = ["moved_candidates", "other_orders", "quicker_in_scenarios", "sampled_orders"]
 
 
 def moved_candidates(candidate: Candidate, cluster: Cluster) -> Iterator[Candidate]:
@@ -112,6 +113,24 @@ def sampled_orders(state: SearchState, near: Sequence[Evaluation], scenarios: Sc
         for family, (chain, changed) in itertools.product((FAMILIES["zb"], FAMILIES["1f1b"]), others):
             made = build(chain, candidate.stages, family, count, changed, tuning)
             yield replace(made, chain=candidate.chain)
+
+
+def quicker_in_scenarios(
+    state: SearchState, near: Sequence[Evaluation], scenarios: Scenarios
+) -> Iterator[Candidate]:
+    """The pipelines near the best whose actions may be moved, in orders that moves make quick in a scenario."""
+    tuning, starts = state.tuning, dict[tuple[object, ...], Candidate]()
+    for candidate in (own.candidate for own in near):
+        if takes_moves(candidate, most=tuning.order_size):
+            starts.setdefault((candidate.schedule.name, candidate.chain.microbatch, candidate.stages), candidate)
+    spend = MoveEffort(actions=tuning.order_move_actions)
+    for candidate in itertools.islice(starts.values(), tuning.varied_moves):
+        for number in range(tuning.moved_scenarios):
+            chain, hardware = scenarios.chain(candidate.chain, number), scenarios.hardware(state.hardware, number)
+            start = evaluate(replace(candidate, chain=chain), hardware)
+            quicker = quicker_order(start, hardware, tuning, spend=spend)
+            if quicker is not None:
+                yield replace(candidate, schedule=quicker.candidate.schedule)
 
 
 def _type_orders(rows: Sequence[int], most: int) -> list[tuple[int, ...]]:

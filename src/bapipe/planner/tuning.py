@@ -124,6 +124,10 @@ class Tuning:
     """of the pipelines in these orders, those that get a zero-bubble order made for their times"""
     sampled_orders: int = 8
     """scenarios for whose times zero-bubble orders are made"""
+    varied_moves: int = 3
+    """pipelines whose actions are moved to make them quicker in scenarios"""
+    moved_scenarios: int = 5
+    """scenarios in which that is done"""
     sampled_choices: int = 3
     """of the orders made for the predicted times, the rules that are tried for those of a scenario"""
     nearby_actions: int = 100_000

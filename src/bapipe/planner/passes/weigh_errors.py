@@ -7,7 +7,7 @@ import numpy as np
 from bapipe.planner.candidate import Candidate
 from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.incumbents import rank
-from bapipe.planner.nearby import moved_candidates, other_orders, sampled_orders
+from bapipe.planner.nearby import moved_candidates, other_orders, quicker_in_scenarios, sampled_orders
 from bapipe.planner.outlook import Outlook, least_regret
 from bapipe.planner.passes.search_scenarios import best_in_scenarios
 from bapipe.planner.scenarios import Scenarios, draw_scenarios, edge_scenarios
@@ -66,7 +66,7 @@ def _finalists(state: SearchState) -> list[Evaluation]:
     kept = {id(own): own for own in (best, *chosen, *found)}
     if thorough:
         orders = _Near(state, [])
-        for candidate in sampled_orders(state, chosen, few):
+        for candidate in (*sampled_orders(state, chosen, few), *quicker_in_scenarios(state, chosen, few)):
             orders.add(candidate)
         kept |= {id(own): own for own in orders.fastest(tuning.scenario_orders)}
     finalists, most = [], tuning.scenario_actions // tuning.fewest_scenarios

@@ -186,8 +186,8 @@ class Tuning:
     """of a search's steps, what orders with recomputation may take at least, where plans without it did not fit"""
     layer_steps: int = 60_000
     """actions that the search for layers that recompute may time, where plans lack memory"""
-    recompute_replicas: int = 4
-    """accelerators up to which every way to replicate stages is tried with layers that recompute"""
+    recompute_shapes: int = 500
+    """ways to replicate stages times layers up to which all are tried with layers that recompute"""
     layer_starts: int = 3
     """plans with such layers near which faster ones are looked for"""
     search_gain: float = 2.5e-4

@@ -232,18 +232,21 @@ def _unlimited(state: SearchState, chain: Chain, space: OrderSpace, counts: tupl
 
 def _shapes(state: SearchState, chain: Chain) -> list[tuple[int, ...]]:
     """Replicas of each stage: pipelines over all accelerators, and equal copies of shorter ones. On few
-    accelerators shorter ones that leave some idle as well, and on fewer all ways to replicate stages.
+    accelerators pipelines that leave some idle too, and of few layers all ways to replicate stages.
     """
     count, stages, tuning = len(state.cluster), state.request.stages, state.tuning
     if stages is not None:
         return [(1,) * stages]
     most = min(count, len(chain))
-    if count <= tuning.recompute_replicas:
-        shapes = replica_counts(count, stages=None, most_stages=most, replicas=True)
-        return [counts for counts in shapes if len(counts) > 1] or [(1,)]
-    few = count <= tuning.fewer_ranks
-    depths = [depth for depth in range(most, 1, -1) if count % depth == 0 or depth == most or few]
-    return [(max(1, count // depth),) * depth for depth in depths] or [(1,)]
+    alone = [(1,) * depth for depth in range(most, 1, -1)]
+    if count <= tuning.fewer_ranks:
+        every = list(replica_counts(count, stages=None, most_stages=most, replicas=True))
+        if len(every) * len(chain) <= tuning.recompute_shapes:
+            return [counts for counts in every if len(counts) > 1] or [(1,)]
+    alike = [
+        (max(1, count // depth),) * depth for depth in range(most, 1, -1) if count % depth == 0 or depth == most
+    ]
+    return list(dict.fromkeys(alike + (alone if count <= tuning.fewer_ranks else []))) or [(1,)]
 
 
 def _cut_for_layers(state: SearchState, search: _LayerSearch, size: int) -> Iterator[_Cut]:

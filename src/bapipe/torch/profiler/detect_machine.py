@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -36,6 +36,8 @@ class AcceleratorGroup:
 
     type: str
     description: str
+    device: str
+    """the first of this type, as `bapipe profile --device` names it"""
     count: int
     memory: float
     """bytes of each that training may use"""
@@ -52,6 +54,8 @@ class Machine:
     kind: str
     """gpu or cpu"""
     groups: tuple[AcceleratorGroup, ...]
+    cut: bool = False
+    """whether they are slices of one GPU"""
 
     @property
     def count(self) -> int:
@@ -68,27 +72,17 @@ class Machine:
 
 
 def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = None) -> Machine:
-    """The GPUs that torch sees, all taken to be like the first; else, or if `device` is cpu, the CPU as `ranks` of
+    """The GPUs that torch sees, of one type or several; else, or if `device` is cpu, the CPU as `ranks` of
     `threads` threads.
 
-    Rates are measured with a large product and a large copy, in under two seconds.
+    Rates are measured with a large product and a large copy on one of each type, in under two seconds each.
     """
     node = re.sub(r"[^A-Za-z0-9_.-]+", "-", socket.gethostname())[:60].strip("-") or "node0"
     if device != "cpu" and torch.cuda.is_available():
-        gpu = torch.device("cuda", 0)
         cut = slices.status(0)
         if cut is not None and ranks in (None, len(cut)):
-            return _sliced(node, gpu, cut)
-        own = environment_of(gpu)
-        group = AcceleratorGroup(
-            type=accelerator_name(own),
-            description=str(own),
-            count=ranks or torch.cuda.device_count(),
-            memory=usable_memory(torch.cuda.get_device_properties(gpu).total_memory),
-            memory_bandwidth=_copy_rate(gpu),
-            flops={name: _product_rate(gpu, kind) for name, kind in _KINDS.items()},
-        )
-        return Machine(node=node, kind="gpu", groups=(group,))
+            return _sliced(node, torch.device("cuda", 0), cut)
+        return _gpus(node, ranks or torch.cuda.device_count())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads < 1 or threads > cores:
         raise BaPipeError(f"a rank can have 1 to {cores} threads here, got {threads}; correct --threads")
@@ -102,6 +96,7 @@ def detect(*, ranks: int | None = None, threads: int = 1, device: str | None = N
         group = AcceleratorGroup(
             type=accelerator_name(own),
             description=str(own),
+            device="cpu",
             count=count,
             memory=memory / count,
             memory_bandwidth=_copy_rate(cpu),
@@ -125,12 +120,37 @@ def _sliced(node: str, gpu: torch.device, cut: slices.Slices) -> Machine:
             AcceleratorGroup(
                 type=accelerator_name(own),
                 description=str(own),
+                device=str(gpu),
                 count=len(indices),
                 memory=usable_memory(cut.memory or whole * share),
                 memory_bandwidth=share * copying,
                 flops={name: share * rate for name, rate in rates.items()},
             )
         )
+    return Machine(node=node, kind="gpu", groups=tuple(groups), cut=True)
+
+
+def _gpus(node: str, ranks: int) -> Machine:
+    """Rank after rank on the next GPU; where there are more ranks than GPUs, they begin again with the first."""
+    seen = torch.cuda.device_count()
+    devices = [torch.device("cuda", rank % seen) for rank in range(ranks)]
+    environments = [environment_of(device) for device in devices]
+    names = [accelerator_name(own) for own in environments]
+    groups, known = [], dict[str, AcceleratorGroup]()
+    for name, members in groupby(range(ranks), key=lambda rank: names[rank]):
+        first, *others = members
+        if name not in known:
+            alike = [device for device, own in zip(devices, names, strict=True) if own == name]
+            known[name] = AcceleratorGroup(
+                type=name,
+                description=str(environments[first]),
+                device=str(devices[first]),
+                count=1,
+                memory=usable_memory(min(torch.cuda.get_device_properties(own).total_memory for own in alike)),
+                memory_bandwidth=_copy_rate(devices[first]),
+                flops={kind: _product_rate(devices[first], dtype) for kind, dtype in _KINDS.items()},
+            )
+        groups.append(replace(known[name], count=1 + len(others)))
     return Machine(node=node, kind="gpu", groups=tuple(groups))
 
 

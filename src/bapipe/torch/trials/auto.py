@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bapipe.analysis.calibrate import Calibrated, write_calibrated
 from bapipe.costs.profile import Profile, read_profile, write_profile
+from bapipe.costs.profile_merge import merge_profiles
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.cluster_file import parse_cluster, read_cluster
@@ -25,7 +26,7 @@ from bapipe.planner import Exploration, Request, explore, make_plan
 from bapipe.records.plan import Plan, write_plan
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.profiler import MeasureSettings, profile_model
-from bapipe.torch.profiler.detect_machine import Machine, cluster_text, detect
+from bapipe.torch.profiler.detect_machine import AcceleratorGroup, Machine, cluster_text, detect
 from bapipe.torch.profiler.profile_module import quiet
 from bapipe.torch.trials.auto_options import AutoOptions
 from bapipe.torch.trials.plan_race import RaceResult, race_found, with_measured_time
@@ -149,10 +150,10 @@ def _detect(options: AutoOptions, steps: _Steps) -> tuple[Machine, Cluster]:
     machine = detect(ranks=options.ranks)
     if options.device == "cpu" and machine.kind == "gpu":
         machine = detect(ranks=options.ranks, device="cpu")
-    if len(machine.types) > 1:
+    if machine.cut and len(machine.types) > 1:
         raise BaPipeError(
-            f"this machine has {machine}, and auto measures accelerators of one type; profile each type (bapipe "
-            "profile --slice N), join the profiles (bapipe merge) and use bapipe plan, or cut the GPU evenly"
+            f"the GPU is cut into {machine}, and auto does not measure unequal slices; profile one of each "
+            "(bapipe profile --slice N), join these (bapipe merge) and use bapipe plan, or cut the GPU evenly"
         )
     text = cluster_text(machine)
     if options.fresh or not path.exists() or len(read_cluster(str(path))) != machine.count:
@@ -171,37 +172,59 @@ def _profile(
     steps: _Steps,
     progress: Progress | None,
 ) -> Profile:
-    path = options.folder / "profile.json"
+    """The layers' costs on an accelerator of each type."""
+    out, firsts = options.folder / "profile.json", {group.type: group for group in reversed(machine.groups)}
+    if len(firsts) == 1:
+        return _measured(model, machine.groups[0], sizes, options, steps, progress, out)
+    paths = {name: options.folder / f"profile-{name}.json" for name in machine.types}
+    found = [_measured(model, firsts[name], sizes, options, steps, progress, path) for name, path in paths.items()]
+    merged = merge_profiles(found)
+    write_profile(merged, out)
+    steps.command("merge", *map(str, paths.values()), "-o", str(out))
+    return merged
+
+
+def _measured(
+    model: str,
+    group: AcceleratorGroup,
+    sizes: tuple[int, ...],
+    options: AutoOptions,
+    steps: _Steps,
+    progress: Progress | None,
+    path: Path,
+) -> Profile:
+    """On the first accelerator of one type, unless the file has it already."""
     listed = ",".join(map(str, sizes))
     words = ["profile", model, "--micro-batch", listed, "--optimizer", options.optimizer]
     words += ["--precision", options.precision]
     words += [f"--arg={key}={value}" for key, value in options.args.items()]
     words += ["--compile"] if options.compiled else []
-    device = "cpu" if machine.kind == "cpu" else "cuda"
-    steps.command(*words, "--device", device, "-o", str(path))
+    steps.command(*words, "--device", group.device, "--type", group.type, "-o", str(path))
     if path.exists() and not options.fresh:
         known = read_profile(path)
-        table = next(iter(known.accelerators.values()))
         wanted = model_ref(model, options.args)
-        same = (known.model.ref, dict(known.model.args), known.dtype, known.compiled) == (
+        same = (known.model.ref, dict(known.model.args), known.dtype, known.compiled, *known.accelerators) == (
             wanted.ref,
             dict(wanted.args),
             options.precision,
             options.compiled,
+            group.type,
         )
+        table = next(iter(known.accelerators.values()))
         if same and table.optimizer == options.optimizer and {*sizes} <= {*table.microbatches, *table.not_fitting}:
             steps.begin(f"{path} has the layers' costs already (--fresh measures them again)", None)
             return known
-    steps.begin(f"timing the layers at micro-batches of {listed}", None)
+    steps.begin(f"timing the layers on {group.type} at micro-batches of {listed}", None)
     found = profile_model(
         model,
         settings=MeasureSettings(microbatches=sizes, fresh=options.fresh),
-        device=device,
+        device=group.device,
         precision=options.precision,
         args=options.args,
         optimizer=options.optimizer,
+        accelerator=group.type,
         compile_=options.compiled,
-        threads=1 if device == "cpu" else None,
+        threads=1 if group.device == "cpu" else None,
         report=progress or quiet,
         to_train=True,
     )

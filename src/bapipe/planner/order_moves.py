@@ -5,13 +5,15 @@ order slow is on its critical path: the actions that end when the next one begin
 a rank, a run of such actions gets shorter only if the first or the last of them changes places with another one,
 as in job shops (Nowicki and Smutnicki 1996). So every action of a run is tried before its first and behind its
 last, and before its neighbour; the quickest order of these is gone on from, whether it is quicker or not, until
-many in a row were not.
+several in a row were not. Then some actions are moved at random, and the search goes on from there, again and
+again (iterated local search): most orders that no single move makes quicker are far from the quickest.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +36,10 @@ __all__ = ["MoveEffort", "quicker_order"]
 _F, _B, _I, _W = int(Kind.F), int(Kind.B), int(Kind.I), int(Kind.W)
 _TOUCHING = 1e-9
 """seconds between two actions of which the second still counts as begun when the first ended"""
+_FARTHEST, _SHUFFLES = 4, 400
+"""places that an action is moved at random, at most, and random moves that are tried until enough are possible"""
+_Timed = tuple[float, Order, OrderTimes]
+"""seconds of a global batch, the order and its times"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +65,7 @@ def quicker_order(
     schedule = as_run(candidate)
     network = network_of(hardware.cluster, accelerators_of_ranks(candidate), schedule)
     graph = ReorderedSchedule(schedule, run_costs(candidate, hardware), network)
-    search = _Search(graph, _Held.of(candidate, schedule, hardware, tuning), spend, tuning.order_move_patience)
+    search = _MoveSearch(graph, _Held.of(candidate, schedule, hardware, tuning), spend, tuning)
     found: list[Evaluation] = []
     for _, order in reversed(search.improving()):
         quicker = _reordered(candidate.schedule, graph, order)
@@ -107,11 +113,13 @@ class _Held:
         return {_F: (each, 1), _B: (-each, -1), _I: (delayed - each, 0), _W: (-delayed, -1)}.get(kind, (0.0, 0))
 
 
-class _Search:
+class _MoveSearch:
     """Orders of one schedule, each timed once."""
 
-    def __init__(self, graph: ReorderedSchedule, held: _Held, spend: MoveEffort, patience: int) -> None:
-        self._graph, self._held, self._patience = graph, held, patience
+    def __init__(self, graph: ReorderedSchedule, held: _Held, spend: MoveEffort, tuning: Tuning) -> None:
+        self._graph, self._held, self._tuning = graph, held, tuning
+        self._random = random.Random(0)
+        self._seen = {graph.order}
         self._left = spend.actions // len(graph.lowered.kinds)
         """orders that may be timed"""
         self._until = time.monotonic() + spend.seconds
@@ -134,28 +142,68 @@ class _Search:
 
     def improving(self) -> list[tuple[float, Order]]:
         """The orders that were quicker than all before, in the order in which they were found."""
-        order, times, found, since = self._graph.order, self._first, list[tuple[float, Order]](), 0
-        best, seen = times.seconds, {order}
-        while since <= self._patience and best > self._least + _TOUCHING:
-            tried: list[tuple[float, Order, OrderTimes]] = []
+        found, best = list[tuple[float, Order]](), self._first.seconds
+        kept = start = (best, self._graph.order, self._first)
+        while best > self._least + _TOUCHING:
+            quickest = start
+            for quickest in self._descent(start):
+                if quickest[0] < best:
+                    best = quickest[0]
+                    found.append(quickest[:2])
+            if quickest[0] <= kept[0] * (1 + self._tuning.order_shuffle_loss):
+                kept = quickest
+            shuffled = self._shuffled(kept)
+            if shuffled is None:
+                break
+            start = shuffled
+        return found
+
+    def _descent(self, start: _Timed) -> Iterator[_Timed]:
+        """The start, and from it on each order that is quicker than those before."""
+        best, order, times = start
+        yield start
+        since = 0
+        while since <= self._tuning.order_move_patience:
+            tried: list[_Timed] = []
             for changed in self._neighbours(order, times):
-                if changed in seen:
-                    continue
-                if self._left <= 0 or time.monotonic() > self._until:
-                    break
-                seen.add(changed)
-                self._left -= 1
-                own = self._graph.timed(changed)
+                own = self._time(changed)
                 if own is not None:
                     tried.append((own.seconds, changed, own))
             if not tried:
-                break
+                return
             seconds, order, times = min(tried, key=lambda item: item[0])
             since += 1
-            if seconds < best:
+            if seconds < best - _TOUCHING:
                 best, since = seconds, 0
-                found.append((seconds, order))
-        return found
+                yield seconds, order, times
+
+    def _shuffled(self, start: _Timed) -> _Timed | None:
+        """The order with some actions moved a few places, at random; None where nothing is left to spend."""
+        order, times, moved = start[1], start[2], 0
+        for _ in range(_SHUFFLES):
+            lane = self._random.randrange(len(order))
+            place = self._random.randrange(len(order[lane]))
+            target = min(place + self._random.randint(1, _FARTHEST), len(order[lane]) - 1)
+            if self._random.random() < 0.5:
+                place, target = target, place
+            changed = self._moved(order[lane], place, target)
+            if place == target or changed is None or not self._allowed(lane, changed):
+                continue
+            trial = (*order[:lane], changed, *order[lane + 1 :])
+            own = self._time(trial)
+            if own is not None:
+                order, times, moved = trial, own, moved + 1
+                if moved == self._tuning.order_shuffles:
+                    return times.seconds, order, times
+        return None
+
+    def _time(self, order: Order) -> OrderTimes | None:
+        """When each action runs; None where they wait for each other, the order is known or nothing is left."""
+        if order in self._seen or self._left <= 0 or time.monotonic() > self._until:
+            return None
+        self._seen.add(order)
+        self._left -= 1
+        return self._graph.timed(order)
 
     def _neighbours(self, order: Order, times: OrderTimes) -> Iterator[Order]:
         """The order with one action moved within a run of the critical path, and nothing held that may not be."""

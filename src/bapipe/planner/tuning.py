@@ -158,12 +158,16 @@ class Tuning:
     """pipelines that a quicker order is looked for, the fastest of each schedule, micro-batch size and depth"""
     moved_on: int = 2
     """of these the fastest then, that one is looked for once more"""
-    move_on_actions: int = 200_000
+    move_on_actions: int = 1_000_000
     """as `order_move_actions`, for each of those"""
     moves_worth_memory: float = 1e-3
     """share of the time that a quicker order must save to be taken where it holds more"""
-    order_move_patience: int = 200
+    order_move_patience: int = 8
     """orders in a row that are gone on from without being quicker"""
+    order_shuffles: int = 8
+    """actions that are then moved at random, before the search goes on"""
+    order_shuffle_loss: float = 2e-3
+    """share of the time by which what came of that may be slower and is gone on from"""
     time_variations: int = 4
     """variations of the times of a V-shaped or interleaved pipeline's stages for which orders are made too"""
     varied_choices: int = 3

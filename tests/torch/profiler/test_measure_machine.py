@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -53,7 +54,13 @@ MEASURED = LinkMeasurement(
     all_reduce=tuple(sample(size, 2e-5 + size / 5e8, both=True) for size in (8, MIB, 16 * MIB)),
 )
 CORES = AcceleratorGroup(
-    type="cpu-core", description="a test", count=3, memory=8e9, memory_bandwidth=1e10, flops={"fp32": 1e11}
+    type="cpu-core",
+    description="a test",
+    device="cpu",
+    count=3,
+    memory=8e9,
+    memory_bandwidth=1e10,
+    flops={"fp32": 1e11},
 )
 MACHINE = Machine(node="here", kind="cpu", groups=(CORES,))
 
@@ -163,6 +170,29 @@ def test_a_cut_gpu_is_detected_under_the_type_that_profiles_of_its_slices_have(
     assert [item.type for item in cluster.accelerators] == names
     rates = {name: kind.memory_bandwidth for name, kind in cluster.types.items()}
     assert rates == {"h200-25pct": 1e12, "h200-50pct": 2e12}
+
+
+def test_gpus_of_several_types_are_detected_rank_after_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA H200"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: names[device.index])
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda device: SimpleNamespace(total_memory=(80e9, 141e9, 140e9)[device.index]),
+    )
+    monkeypatch.setattr(slices, "status", lambda _: None)
+    measured: list[str] = []
+    monkeypatch.setattr(detect_machine, "_copy_rate", lambda device: measured.append(str(device)) or 4e12)
+    monkeypatch.setattr(detect_machine, "_product_rate", lambda *_: 4e13)
+    found = detect_machine.detect()
+    assert measured == ["cuda:0", "cuda:1"]  # one of each type
+    assert [(group.count, group.device, group.memory) for group in found.groups] == [
+        (1, "cuda:0", usable_memory(80e9)),
+        (2, "cuda:1", usable_memory(140e9)),  # what each of them has
+    ]
+    cluster = parse_cluster(cluster_text(found), where="here")
+    assert [item.type for item in cluster.accelerators] == [found.groups[0].type, "h200", "h200"]
 
 
 def test_slices_have_their_own_environment(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.fsdp_events import fsdp_seconds
-from bapipe.planner.gradient_rings import gradient_sum_time, shared_uplinks
-from bapipe.planner.sharded_costs import gather_time, scatter_share
+from bapipe.planner.gradient_rings import gather_time, gradient_sum_time, scatter_time, shared_uplinks
 from bapipe.schedule.actions import Schedule
 from bapipe.simulator.action_costs import Costs, ReplicaCosts
 
@@ -126,10 +125,10 @@ def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds, sche
     replicas = _replica_costs(candidate, cluster, summing)
     for index, stage in enumerate(candidate.stages):
         gradients = stage_gradients(chain, stage.first, stage.last)
-        part = scatter_share(cluster, stage.accelerators) if candidate.zero else 1.0
-        whole = part * gradient_sum_time(cluster, stage.accelerators, gradients, beside=beside)
+        summed = scatter_time if candidate.zero else gradient_sum_time
+        whole = summed(cluster, stage.accelerators, gradients, beside=beside)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
-            bucket = part * gradient_sum_time(cluster, stage.accelerators, min(DDP_BUCKET, gradients))
+            bucket = summed(cluster, stage.accelerators, min(DDP_BUCKET, gradients))
             last = _ends_last(schedule, replicas)
             hidden = backward[index] if last is None else last.backward
             whole = max(bucket, whole - cluster.collective_overlap * hidden)

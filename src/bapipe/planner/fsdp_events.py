@@ -41,7 +41,7 @@ from bapipe.costs.segments import Chain, Floats
 from bapipe.costs.stage_memory import StageBytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.sharded_costs import gather_time, on_gpus, scatter_time
+from bapipe.planner.gradient_rings import gather_time, on_gpus, scatter_time
 
 __all__ = ["FsdpSeconds", "fsdp_peak", "fsdp_seconds", "module_of", "units_of"]
 

@@ -1,4 +1,8 @@
-"""What it takes to sum the gradients of replicas: one ring, or rings within groups and between them."""
+"""What collectives take: sums, gathers and scatters, by one ring or by rings within groups and between.
+
+The one place that says it. A ring's all-gather and reduce-scatter each take half of its all-reduce. Where a cluster
+has a measured rate of one of them, or of sums in buckets, that one counts in place of the all-reduce's.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,32 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from bapipe.hardware.cluster import Cluster, Link
 
-__all__ = ["all_reduce_time", "gradient_sum_time", "shared_uplinks"]
+__all__ = [
+    "all_reduce_time",
+    "gather_time",
+    "gradient_sum_line",
+    "gradient_sum_time",
+    "on_gpus",
+    "scatter_time",
+    "shared_uplinks",
+]
 
 _FEW_NODES = 2
 """nodes up to which a group is one ring"""
+_MANY_BYTES = 1e12
+"""so many that a sum's latency is lost in its time, from which the time of one byte is taken"""
 _ALONE: Mapping[object, int] = {}
 
 
 def all_reduce_time(
-    cluster: Cluster, members: tuple[int, ...], size: float, *, beside: Mapping[object, int] = _ALONE
+    cluster: Cluster,
+    members: tuple[int, ...],
+    size: float,
+    *,
+    beside: Mapping[object, int] = _ALONE,
+    rate: float | None = None,
 ) -> float:
-    """Seconds of an all-reduce of `size` bytes among these accelerators, by index. Linear in their number.
+    """Seconds of one all-reduce of `size` bytes among these accelerators, by index. Linear in their number.
 
     A ring takes 2(r−1)/r of the bytes over its slowest link, or at the collective's own rate, and 2(r−1) of its
     longest latency. Edges of the ring that cross one uplink share it; by levels the ring goes from group to group.
@@ -26,7 +45,9 @@ def all_reduce_time(
     every group and one between the groups, which takes a group's share over one link, or where groups have uplinks
     over the links of all its members and the uplink. The faster of both counts. Smaller groups and CPUs, whose
     libraries do not, are one ring. `beside` has uplinks that so many all-reduces cross at once (`shared_uplinks`).
+    `rate` is that of the ring where it is known, else the cluster's rate of an all-reduce, if it has one.
     """
+    rate = rate or cluster.collective_bandwidth
     count = len(members)
     if count < 2:
         return 0.0
@@ -34,8 +55,8 @@ def all_reduce_time(
         members = tuple(sorted(members, key=lambda index: (cluster.place(index), index)))
     edges = list(zip(members, (*members[1:], members[0]), strict=True))
     links = {_ring_link(cluster, a, b) for a, b in edges}
-    if cluster.collective_bandwidth is not None:
-        bandwidth = cluster.collective_bandwidth
+    if rate is not None:
+        bandwidth = rate
     else:
         bandwidth = min(_one_way(link) for link in links)
         if cluster.bus_bandwidth is not None:
@@ -43,6 +64,8 @@ def all_reduce_time(
         if cluster.levels:
             bandwidth = min(bandwidth, _uplink_rate(cluster, edges, beside))
     flat = _ring(count, size, bandwidth, max(link.latency for link in links))
+    if rate is not None:
+        return flat
     return min(flat, (_by_levels if cluster.levels else _two_levels)(cluster, members, size, beside))
 
 
@@ -60,8 +83,43 @@ def shared_uplinks(cluster: Cluster, groups: Iterable[Sequence[int]]) -> dict[ob
 def gradient_sum_time(
     cluster: Cluster, members: tuple[int, ...], gradients: float, *, beside: Mapping[object, int] = _ALONE
 ) -> float:
-    """Seconds to sum so many bytes of gradients of replicas; where all is frozen nothing is sent."""
-    return all_reduce_time(cluster, members, gradients, beside=beside) if gradients > 0 else 0.0
+    """Seconds to sum so many bytes of gradients of replicas, in buckets; where all is frozen nothing is sent."""
+    if gradients <= 0:
+        return 0.0
+    return all_reduce_time(cluster, members, gradients, beside=beside, rate=cluster.collective_rates.buckets)
+
+
+def gradient_sum_line(cluster: Cluster, members: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds that a sum of any gradients takes, and what each byte of them adds."""
+    rate = cluster.collective_rates.buckets
+    late = all_reduce_time(cluster, members, 0.0, rate=rate)
+    return late, (all_reduce_time(cluster, members, _MANY_BYTES, rate=rate) - late) / _MANY_BYTES
+
+
+def on_gpus(cluster: Cluster, members: Sequence[int]) -> bool:
+    """Whether collectives run beside the compute, by NCCL; else they go by gloo and are waited for."""
+    return all(cluster.type_of(index).kind == "gpu" for index in members)
+
+
+def gather_time(cluster: Cluster, members: tuple[int, ...], size: float) -> float:
+    """Seconds of an all-gather after which each has so many bytes."""
+    if size <= 0:
+        return 0.0
+    return 0.5 * all_reduce_time(cluster, members, size, rate=cluster.collective_rates.gather)
+
+
+def scatter_time(
+    cluster: Cluster, members: tuple[int, ...], gradients: float, *, beside: Mapping[object, int] = _ALONE
+) -> float:
+    """Seconds of a reduce-scatter of so many bytes of gradients; where all is frozen nothing is sent.
+
+    Where its rate is not known it is taken to be as fast as sums, but gloo makes a whole all-reduce of it.
+    """
+    rate = cluster.collective_rates.scatter
+    if rate is not None and gradients > 0:
+        return 0.5 * all_reduce_time(cluster, members, gradients, beside=beside, rate=rate)
+    part = 0.5 if on_gpus(cluster, members) else 1.0
+    return part * gradient_sum_time(cluster, members, gradients, beside=beside)
 
 
 def _ring(count: int, size: float, bandwidth: float, latency: float) -> float:

@@ -19,7 +19,7 @@ from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.candidate_costs import seconds_of
 from bapipe.planner.fixed_partitions import dealt_stages
-from bapipe.planner.gradient_rings import all_reduce_time
+from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.replicas import replicated_pipelines
 
@@ -73,7 +73,7 @@ def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], mic
         (-(-microbatches // len(stage.accelerators)) - 1) * own for stage, own in zip(stages, work, strict=True)
     )
     sums = [
-        all_reduce_time(hardware.cluster, stage.accelerators, stage_gradients(chain, stage.first, stage.last))
+        gradient_sum_time(hardware.cluster, stage.accelerators, stage_gradients(chain, stage.first, stage.last))
         for stage in stages
     ]
     return sum(work) + steady + max(sums)

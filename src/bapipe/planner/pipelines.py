@@ -16,7 +16,7 @@ from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
-from bapipe.planner.gradient_rings import all_reduce_time
+from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.inflight_caps import inflight_bytes, least_caps, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
 from bapipe.planner.partition.exact.solve import solve
@@ -171,7 +171,7 @@ def optimal(
         microbatches=microbatches,
         inflight=np.array([held(d) for d in range(total + 1)]),
         max_replicas=width,
-        reduce_rate=np.array([all_reduce_time(cluster, tuple(range(r)), 1.0) for r in range(width + 1)]),
+        reduce_rate=np.array([gradient_sum_time(cluster, tuple(range(r)), 1.0) for r in range(width + 1)]),
         update=seconds.update,
         recompute=family.recompute,
         num_stages=num_stages,

@@ -89,8 +89,8 @@ _LOAD_SIZE = 16
 @click.option(
     "--ranks",
     type=click.IntRange(min=1, max=64),
-    help="For --links.  [default: all GPUs or slices, or 2 on CPUs] For a model on a CPU: measure it as one of so many "
-    "ranks that all train.  [default: 1]",
+    help="For --links.  [default: all GPUs or slices, or 2 on CPUs] For a model on a CPU: measure it as one of "
+    "so many ranks that all train.  [default: 1]",
 )
 @click.option(
     "--transport",
@@ -193,7 +193,8 @@ def _beside(
 
 def _load_size(options: dict[str, Any]) -> int:
     """The micro-batch of what trains beside: the largest that is measured and not too large for every rank."""
-    return max([size for size in options["microbatches"] if size <= _LOAD_SIZE] or [min(options["microbatches"])])
+    sizes: tuple[int, ...] = options["microbatches"]
+    return max([size for size in sizes if size <= _LOAD_SIZE] or [min(sizes)])
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What collectives take: sums, gathers and scatters, by one ring or by rings within groups and between.
 
-The one place that says it. A ring's all-gather and reduce-scatter each take half of its all-reduce. Where a cluster
-has a measured rate of one of them, or of sums in buckets, that one counts in place of the all-reduce's.
+The one place that says it. A ring's all-gather and reduce-scatter each take half of its all-reduce. Where a
+cluster has a measured rate of one of them, or of sums in buckets, that one counts in place of the all-reduce's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Load for the other slices of a GPU, or the other ranks of a CPU, while one is profiled: training steps of the same
-model, until stopped."""
+"""Load for the other slices of a GPU, or the other ranks of a CPU, while one is profiled: training steps of the
+same model, until stopped."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ def beside_ranks(
     threads: int = 1,
     compiled: bool = False,
 ) -> Iterator[Load]:
-    """All but one of so many CPU ranks begin to train the model, as they do in a run: ranks share caches, memory and
-    what else is at work on their cores."""
+    """All but one of so many CPU ranks begin to train the model, as in a run: they share caches and memory."""
     own = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     command = _command("cpu", spec, args, precision=precision, microbatch=microbatch, compiled=compiled)
     with _trained([own] * (ranks - 1), command) as wait:

@@ -40,6 +40,8 @@ _MOST = 200
 """samples of one thing"""
 _QUEUED = 4
 """buckets that are summed at once"""
+_PIECES = 8
+"""weights or gradients in a buffer"""
 _PRODUCTS = 20
 """of matrices, by which the time of one is known"""
 _SIDE = {"cpu": 256, "cuda": 2048}
@@ -209,8 +211,9 @@ class _Collectives:
             return self._timed(reduce, nbytes, busy=busy)
 
     def buckets(self, nbytes: int) -> LinkSample:
-        """Several sums of so many bytes, all under way at once, as a step has them."""
-        values = [self._value(nbytes) for _ in range(_QUEUED)]
+        """Several sums of so many bytes, all under way at once, as a step has them: of gradients that are copied
+        into a buffer for it."""
+        values = self._gradients(nbytes)
 
         def reduce() -> None:
             for work in self._begin(values):
@@ -220,20 +223,23 @@ class _Collectives:
         return self._timed(reduce, _QUEUED * nbytes)
 
     def gather(self, nbytes: int) -> LinkSample:
-        """As weights are gathered: into memory that is new each time."""
+        """As FSDP2 gathers weights: into a buffer, and out of it."""
         own = self._value(nbytes // self.size)
 
         def gather() -> None:
-            all_gather(own.new_empty(self.size * own.numel()), own, group=self.group)
+            buffer = own.new_empty(self.size * own.numel())
+            all_gather(buffer, own.clone(), group=self.group)
+            torch.cat(buffer.tensor_split(_PIECES))
             self.here.settle()
 
         return self._timed(gather, nbytes)
 
     def scatter(self, nbytes: int) -> LinkSample:
-        """As gradients are summed and scattered: into memory that is new each time."""
-        whole = self._value(nbytes // self.size * self.size)
+        """As gradients are summed and scattered: copied into a buffer for it."""
+        pieces = self._value(-(-nbytes // self.size) * self.size).tensor_split(_PIECES)
 
         def scatter() -> None:
+            whole = torch.cat(pieces)
             reduce_scatter(whole.new_empty(whole.numel() // self.size), whole, group=self.group)
             self.here.settle()
 
@@ -241,7 +247,7 @@ class _Collectives:
 
     def overlap(self, nbytes: int) -> float:
         """The share of its time that a sum takes nothing from as long a compute beside it."""
-        values = [self._value(nbytes) for _ in range(_QUEUED)]
+        values = self._gradients(nbytes)
         side = _SIDE[self.here.device.type]
         left, right = (torch.randn(side, side, device=self.here.device) for _ in "ab")
 
@@ -261,8 +267,12 @@ class _Collectives:
         alone, together = both(0, products), both(_QUEUED, products)
         return min(1.0, max(0.0, (alone + sums - together) / min(alone, sums)))
 
-    def _begin(self, values: Sequence[Tensor]) -> list[dist.Work]:
-        works = [dist.all_reduce(value, group=self.group, async_op=True) for value in values]
+    def _gradients(self, nbytes: int) -> list[tuple[Tensor, ...]]:
+        """Of several buckets."""
+        return [self._value(nbytes).tensor_split(_PIECES) for _ in range(_QUEUED)]
+
+    def _begin(self, buckets: Sequence[tuple[Tensor, ...]]) -> list[dist.Work]:
+        works = [dist.all_reduce(torch.cat(own), group=self.group, async_op=True) for own in buckets]
         return [work for work in works if work is not None]
 
     def _value(self, nbytes: int) -> Tensor:
@@ -334,8 +344,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         reduces += [own.all_reduce(nbytes, busy=False) for nbytes in sizes]
         reduces += [own.all_reduce(nbytes, busy=True) for nbytes in large]
         buckets.append(own.buckets(bucket))
-        gathers += [own.gather(nbytes) for nbytes in sizes]
-        scatters += [own.scatter(nbytes) for nbytes in sizes]
+        units = sizes if device.type == "cuda" else [nbytes for nbytes in sizes if nbytes <= bucket]
+        gathers += [own.gather(nbytes) for nbytes in units]
+        scatters += [own.scatter(nbytes) for nbytes in units]
         overlap = own.overlap(bucket)
     samples = _from_first(samples)
     if here.rank == 0:

@@ -179,9 +179,10 @@ def _sum_rate(profile: Profile, cluster: Cluster, run: ShortRun) -> float:
 
 
 def _with_sum_rate(cluster: Cluster, rate: float) -> Cluster:
-    """The cluster with that rate of sums, whichever way they are sent."""
-    rates = replace(cluster.collective_rates, buckets=None)
-    return replace(cluster, collective_bandwidth=rate, collective_rates=rates)
+    """The cluster with that rate of sums in buckets, and other collectives faster or slower as those are."""
+    before = cluster.collective_rates.buckets or cluster.collective_bandwidth or rate
+    others = replace(cluster.collective_rates.slower(before / rate), buckets=None)
+    return replace(cluster, collective_bandwidth=rate, collective_rates=others)
 
 
 def _layer_changes(profile: Profile, by_size: dict[int, Profile]) -> list[str]:

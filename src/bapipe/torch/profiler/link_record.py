@@ -144,23 +144,29 @@ def _slowdown(measured: LinkMeasurement) -> float:
 
 def collective_bandwidth(measured: LinkMeasurement) -> float | None:
     """The rate of a ring that would take as long as the all-reduce did: 2(r−1)/r · bytes / time."""
-    return _ring_rate(measured, measured.all_reduce, 2.0)
+    idle = [item for item in measured.all_reduce if not item.busy]
+    return _ring_rate(measured, idle, 2.0)
 
 
 def collective_rates(measured: LinkMeasurement) -> CollectiveRates:
-    """The same of the other collectives."""
+    """The same of the other collectives, from the largest of each: what a step sends is large."""
     return CollectiveRates(
-        buckets=_ring_rate(measured, measured.buckets, 2.0),
-        gather=_ring_rate(measured, measured.gather, 1.0),
-        scatter=_ring_rate(measured, measured.scatter, 1.0),
+        buckets=_ring_rate(measured, _ends(measured.buckets), 2.0),
+        gather=_ring_rate(measured, _ends(measured.gather), 1.0),
+        scatter=_ring_rate(measured, _ends(measured.scatter), 1.0),
     )
+
+
+def _ends(samples: Sequence[LinkSample]) -> list[LinkSample]:
+    """The least and the largest."""
+    sizes = [item.nbytes for item in samples]
+    return [item for item in samples if item.nbytes in (min(sizes), max(sizes))]
 
 
 def _ring_rate(measured: LinkMeasurement, samples: Sequence[LinkSample], rounds: float) -> float | None:
     """Of a collective among all ranks that sends all of its bytes so often around the ring; None: not measured."""
-    idle = [item for item in samples if not item.busy]
-    if measured.ranks < 2 or not idle:
+    if measured.ranks < 2 or not samples:
         return None
-    most = max(item.second for item in idle)
-    _, rate = fit([item for item in idle if item.second == most])
+    most = max(item.second for item in samples)
+    _, rate = fit([item for item in samples if item.second == most])
     return rounds * (measured.ranks - 1) / measured.ranks * rate

@@ -96,13 +96,14 @@ def _trained(environments: Sequence[Mapping[str, str]], command: Sequence[str]) 
         loads = []
         for index, environment in enumerate(environments):
             ready = Path(folder) / f"ready{index}"
-            process = subprocess.Popen(
-                [*command, "--ready", str(ready)],
-                env={**os.environ, **environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=open(Path(folder) / f"error{index}", "wb"),  # noqa: SIM115
-            )
+            with open(Path(folder) / f"error{index}", "wb") as errors:
+                process = subprocess.Popen(
+                    [*command, "--ready", str(ready)],
+                    env={**os.environ, **environment},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
             stack.callback(_end, process)
             loads.append((process, ready, Path(folder) / f"error{index}"))
         stack.callback(_release, [process for process, _, _ in loads])  # all of them, then each is waited for

@@ -167,7 +167,7 @@ def profile_module(
         if programs is not None:
             with phases.phase("compile"):
                 compile_layers(chain, settings.microbatches)
-        with phases.phase("wait for the other slices"):
+        with phases.phase("wait for what trains beside"):
             before()
     mixed = contextlib.nullcontext() if chain.mixed is None else chain.mixed.region.batch()
     with phases.phase("measure"), mixed:

@@ -3,8 +3,8 @@
     python benchmarks/sharding/cpu.py --folder WORK            nothing else may run on the two cores
     python benchmarks/sharding/cpu.py --folder WORK --tiny     a rehearsal
 
-Links are measured once. Each model is profiled as one of two ranks that train, planned for each engine, and every plan
-is run in turn, several times. `WORK/cpu.json` has a row for each, with the load of the machine before it.
+Links are measured once. Each model is profiled as one of two ranks that train, planned for each engine, and every
+plan is run in turn, several times. `WORK/cpu.json` has a row for each, with the load of the machine before it.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ _LOAD_SIZE = 16
 @click.option(
     "--ranks",
     type=click.IntRange(min=1, max=64),
-    help="For --links.  [default: all GPUs or slices, or 2 on CPUs] For a model on a CPU: measure it as one of "
-    "so many ranks that all train.  [default: 1]",
+    help="For --links.  [default: all GPUs or slices, or 2 on CPUs] For a model on a CPU: ranks that train it "
+    "at once, one of which is measured.  [default: 1]",
 )
 @click.option(
     "--transport",

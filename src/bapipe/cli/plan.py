@@ -79,8 +79,8 @@ __all__ = ["plan_command"]
               "by number, such as 0-3,7: auto|never|stages|layers|always|0-3,7.")  # fmt: skip
 @click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
 @click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
-@compile_option("Stages run as torch.compile makes them; auto: as the profile was measured, and as is faster where "
-                "it has both.", default="auto")  # fmt: skip
+@compile_option("Stages run as torch.compile makes them; auto: as the profile was measured, and as is faster "
+                "where it has both.", default="auto")  # fmt: skip
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="An assumption of the FPGA model, such as "
               "allocation=fluid; --explain lists them.")  # fmt: skip
 @click.option("--explain", is_flag=True, help="Show the paper's exploration step by step.")

@@ -68,7 +68,7 @@ class Profile:
     """bytes of one sample into the first layer"""
     compiled: bool = False
     """whether the layers were measured compiled"""
-    compiled_accelerators: dict[str, CostTable] | None = unless_default(None)
+    compiled_accelerators: dict[str, CostTable] | None = unless_default(None)  # noqa: RUF009 (a field)
     """costs of the same layers compiled, by accelerator type, where `accelerators` has those of the layers as
     captured and both were measured (`bapipe.costs.profile_ways`)"""
 

@@ -25,8 +25,8 @@ def mixed_profile(profiles: Sequence[Profile], shares: Sequence[float]) -> Profi
 
     Seconds, and bytes that cross a cut, are means, so that a plan of it is made, and its time predicted, for a
     batch of mean cost; memory is the most that any of them needs. The model is that of the profile with most
-    activations, which every other size fits in. Layers as captured and compiled are mixed each by themselves, where
-    all profiles have both.
+    activations, which every other size fits in. Layers as captured and compiled are mixed each by themselves,
+    where all profiles have both.
     """
     captured = _mixed_one_way([of_way(item, compiled=False) for item in profiles], shares)
     if not all(map(has_both_ways, profiles)):

@@ -348,7 +348,9 @@ def _notes(found: Exploration) -> tuple[str, ...]:
     if found.compiled and not found.profile.compiled:
         notes.append("stages run compiled, times are of layers that are not: profile with --compile for their own")
     if found.profile.compiled and not found.compiled:
-        notes.append("stages run as captured, times are of compiled layers: profile without --compile for their own")
+        notes.append(
+            "stages run as captured, times are of compiled layers: profile without --compile for their own"
+        )
     ends = [chain.units[stage.last] for stage in found.best.candidate.stages]
     if any(unit.stop < unit.of for unit in ends):
         unknown = [name for name in chain.types if found.profile.table(name).part_forward is None]

@@ -25,8 +25,8 @@ def race_candidates(found: Exploration, limit: int = 6) -> tuple[Plan, ...]:
 
     Where errors are known, those within them of the best: each further one is the plan that most lowers the time
     to be expected of the fastest, and where none of the others may be faster, the chosen one is alone. Where no
-    error is known, the fastest alternatives that fit. The best plan of the other way (compiled, or as captured) has
-    a place among them if it may be faster.
+    error is known, the fastest alternatives that fit. The best plan of the other way (compiled, or as captured)
+    has a place among them if it may be faster.
     """
     other = other_way_of(found) if limit > 1 and other_may_be_faster(found) else None
     if other is None or other.best.candidate.engine != "bapipe":

@@ -141,8 +141,8 @@ def profile_module(
 
     With `compile_` auto the layers are measured as captured and then compiled, for a profile with both; where
     nothing can be compiled, the profile has the layers as captured and `notes` the reason. `phases` has what came
-    before, and `needs_loss` says that the module must return its loss. Raises BaPipeError where no size was measured
-    completely; what was measured is in the cache all the same.
+    before, and `needs_loss` says that the module must return its loss. Raises BaPipeError where no size was
+    measured completely; what was measured is in the cache all the same.
     """
     phases = PhaseTimes() if phases is None else phases
     own: dict[str, Any] = {

@@ -262,10 +262,8 @@ def _compiled_lines(found: Profiled) -> Iterator[str]:
                 f"{format_seconds(parting[0])}"
             )
     if "compile" in found.phases.seconds:
-        yield (
-            f"compiling took {format_seconds(found.phases.seconds['compile'])}, which a run spends once, before its "
-            "first step, and no plan counts"
-        )
+        seconds = format_seconds(found.phases.seconds["compile"])
+        yield f"compiling took {seconds}, which a run spends once, before its first step, and no plan counts"
 
 
 def _part_cells(costs: CostTable, row: int, index: int) -> list[str]:

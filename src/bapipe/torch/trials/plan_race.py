@@ -59,8 +59,8 @@ def race_found(
     """Race at most so many plans of a search that may be the fastest; None where only the chosen one may be.
 
     Their runs say more of layers and links than was known before. Where the search with that finds other plans
-    that may be faster, these are raced against the fastest in a second round. They run compiled, or as captured, as
-    the fastest of the first round does.
+    that may be faster, these are raced against the fastest in a second round. They run compiled, or as captured,
+    as the fastest of the first round does.
     """
     plans = race_candidates(found, limit=limit)
     if len(plans) == 1:

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from bapipe.costs.profile import Profile, write_profile
+from bapipe.costs.profile import Profile, read_profile, write_profile
 from bapipe.costs.profile_ways import join_ways, of_way
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.planner import Exploration, Request, explore, make_plan, race_candidates
+from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.planner.ways import other_may_be_faster
-from bapipe.records.plan import read_plan
+from bapipe.records.plan import read_plan, write_plan
+from bapipe.records.run_record import write_run
 from command import bapipe
 from made_profiles import made_cluster, made_profile
+from made_runs import made_run
 
 LAYERS = 4
 CLUSTER = made_cluster({"x": LAYERS}, bandwidth=1.0)
@@ -235,3 +238,21 @@ def test_the_plan_and_explain_say_what_the_other_way_costs(tmp_path: Path) -> No
     done = bapipe("plan", *words, "--compile", "no", "--explain", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "stages as captured or compiled" not in done.stdout
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_report_and_a_comparison_take_the_costs_of_the_plans_way(compiled: bool, tmp_path: Path) -> None:
+    profile = both(2.0 if compiled else 3.5)
+    plan = make_plan(explore(profile, CLUSTER, REQUEST))
+    assert plan.compiled == compiled
+    write_profile(profile, tmp_path / "profile.json")
+    write_plan(plan, tmp_path / "plan.json")
+    write_run(made_run(plan, plan_timeline(plan)), tmp_path / "run.json")
+    done = bapipe("report", "plan.json", "--profile", "profile.json", "-o", "report.html", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    words = ("plan.json", "run.json", "--profile", "profile.json", "--recalibrate", "corrected.json")
+    done = bapipe("compare", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    corrected, own = read_profile(tmp_path / "corrected.json"), of_way(profile, compiled=compiled)
+    assert corrected.compiled == compiled
+    assert corrected.at("x", 1).forward == pytest.approx(own.at("x", 1).forward)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bapipe.analysis.calibrate import Calibrated, ShortRun, calibrate
 from bapipe.costs.profile import Profile
-from bapipe.costs.profile_ways import has_both_ways, join_ways, of_way
+from bapipe.costs.profile_ways import has_both_ways, join_ways, of_way, way_words
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner import Request, explore, make_plan
@@ -77,8 +77,7 @@ def probe(
     """Run the plans for a few steps and correct profile and cluster by what they took.
 
     Where plans of both ways ran, as captured and compiled, the layers of each are corrected by its own runs, and
-    the links by those as captured. Where no compiled plan could be run, the profile has the layers as captured
-    alone.
+    the links by those as captured. Where no plan of one way could be run, the profile has the other way alone.
     """
     trials = run_trials(plans, options, code=code, times=_TIMES, report=report)
     runs = [
@@ -98,13 +97,17 @@ def _corrected(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> 
     """By the runs of each way, where the profile has both."""
     if not has_both_ways(profile):
         return calibrate(profile, cluster, runs)
-    captured, compiled = ([run for run in runs if run.plan.compiled == way] for way in (False, True))
-    found = calibrate(of_way(profile, compiled=False), cluster, captured)
-    if not compiled:
-        return replace(found, changes=(*found.changes, "no compiled plan could be run: stages run as captured"))
-    other = calibrate(of_way(profile, compiled=True), cluster, compiled)
-    changes = (*found.changes, *(f"compiled: {line}" for line in other.changes))
-    return replace(found, profile=join_ways(found.profile, other.profile), changes=changes)
+    own = {way: [run for run in runs if run.plan.compiled == way] for way in (False, True)}
+    found = {way: calibrate(of_way(profile, compiled=way), cluster, ran) for way, ran in own.items() if ran}
+    if len(found) == 1:
+        ((compiled, only),) = found.items()
+        lost = (
+            f"no plan could be run {way_words(compiled=not compiled)}: stages run {way_words(compiled=compiled)}"
+        )
+        return replace(only, changes=(*only.changes, lost))
+    changes = [f"{way_words(compiled=way)}: {line}" for way, one in found.items() for line in one.changes]
+    profile = join_ways(found[False].profile, found[True].profile)
+    return replace(found[False], profile=profile, changes=tuple(changes))
 
 
 def _failed(trial: Trial) -> str:

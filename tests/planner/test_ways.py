@@ -162,6 +162,22 @@ def test_a_way_that_does_not_fit_leaves_the_other() -> None:
         explore(both(2.0), made_cluster({"x": LAYERS}, memory=1.0), strict)
 
 
+def test_a_size_that_one_way_was_not_measured_at_is_planned_the_other_way() -> None:
+    """As captured, the larger size ran out of memory when it was measured."""
+    captured, compiled = layers(3.0, compiled=False), layers(3.5, compiled=True)
+    more = {name: replace(table, microbatches=(2,)) for name, table in compiled.accelerators.items()}
+    profile = join_ways(captured, replace(compiled, accelerators=more))
+    found = explore(profile, CLUSTER, replace(REQUEST, microbatch=2))
+    assert make_plan(found).compiled
+    assert note_of(found).startswith(
+        "stages run compiled: as captured, the profile of made on x covers micro-batches"
+    )
+    with pytest.raises(BaPipeError, match="covers micro-batches of 1 to 1, asked for 4"):
+        explore(profile, CLUSTER, replace(REQUEST, microbatch=4))
+    with pytest.raises(BaPipeError, match="9 stages need as many accelerators"):
+        explore(profile, CLUSTER, replace(REQUEST, stages=9))
+
+
 def test_a_type_without_compiled_costs_runs_as_captured() -> None:
     captured = layers(3.0, compiled=False, types="xy")
     profile = join_ways(captured, layers(2.0, compiled=True))

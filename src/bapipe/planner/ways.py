@@ -16,7 +16,7 @@ import numpy as np
 from bapipe.costs.profile import Profile
 from bapipe.costs.profile_ways import has_both_ways, of_way, way_words
 from bapipe.costs.segments import Floats
-from bapipe.errors import InfeasibleError
+from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.request import ENGINES, Request
 from bapipe.planner.search import Exploration, explore_way
@@ -57,15 +57,20 @@ def explore(
     reason = _only_captured(profile, cluster, request)
     if reason is not None:
         return replace(of(compiled=False), way_reason=reason)
-    try:
-        captured = of(compiled=False)
-    except InfeasibleError:
-        return replace(of(compiled=True), way_reason="as captured, no plan fits")
-    try:
-        compiled = of(compiled=True)
-    except InfeasibleError:
-        return replace(captured, way_reason="compiled, no plan fits")
-    return _faster(captured, compiled)
+    found: dict[bool, Exploration] = {}
+    refused: dict[bool, BaPipeError] = {}
+    for compiled in (False, True):
+        try:
+            found[compiled] = of(compiled=compiled)
+        except BaPipeError as error:
+            refused[compiled] = error
+    if not found:
+        raise refused[False]
+    if refused:
+        ((compiled, refusal),) = refused.items()
+        why = "no plan fits" if isinstance(refusal, InfeasibleError) else str(refusal)
+        return replace(found[not compiled], way_reason=f"{way_words(compiled=compiled)}, {why}")
+    return _faster(found[False], found[True])
 
 
 def _asked(request: Request, profile: Profile) -> Request:

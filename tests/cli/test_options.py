@@ -89,5 +89,10 @@ def test_another_value_of_compile_is_refused(command: str) -> None:
     assert "'perhaps' is not one of 'auto', 'yes', 'no'" in refused(command, "vgg16", "--compile=perhaps")
 
 
+@pytest.mark.parametrize("command", ["plan", "auto"])
+def test_no_words_at_all_lack_the_model(command: str) -> None:
+    assert "Missing argument 'MODEL'" in refused(command)
+
+
 def test_what_stands_after_two_dashes_is_no_option() -> None:
     assert "--compile" in refused("plan", "--cluster", "2xv100", "--", "--compile")

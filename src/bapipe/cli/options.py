@@ -72,12 +72,12 @@ class CompilingCommand(click.Command):
 
 def _with_value(args: list[str]) -> list[str]:
     """The words of a command line with a value for --compile; what follows -- are no options."""
-    options = args.index("--") if "--" in args else len(args)
-    found: list[str] = []
-    for index, (word, after) in enumerate(zip(args, [*args[1:], ""], strict=True)):
-        alone = word == "--compile" and index < options and after not in _WAYS
-        found.append("--compile=yes" if alone else word)
-    return found
+    end = args.index("--") if "--" in args else len(args)
+    following = [*args, ""][1:]
+    return [
+        "--compile=yes" if index < end and (word, after in _WAYS) == ("--compile", False) else word
+        for index, (word, after) in enumerate(zip(args, following, strict=True))
+    ]
 
 
 def compile_option(text: str, *, default: str = "no") -> Callable[[Any], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -166,6 +167,7 @@ def profile_module(
     if not captured.complete:
         return captured
     module.to("cpu").zero_grad(set_to_none=True)  # where it was before
+    gc.collect()  # the layers as captured, which hold each other, leave the device before others come
     try:
         compiled = _profile_way(module, *example, compile_=True, before=None, must_compile=True, **own)
     except _NotCompiledError as error:

@@ -83,11 +83,11 @@ def rank_peaks(
         [item.kept for item in needed],
         [item.delayed for item in needed],
     )
-    orders = [timeline.compute_of(rank) for rank in range(schedule.num_ranks)]
+    orders = timeline.compute_by_rank()
     follow = [phases_known and len(own) > 0 and len(set(timeline.lanes[own].tolist())) == 1 for own in orders]
     activations = [] if all(follow) else timeline.peak_bytes_by_rank(*parts)
     change, besides = timeline.activation_changes(np.array(parts[0]), *parts[1:]), _besides(needed)
-    consumers = timeline.consumers()
+    coming = _coming(timeline, orders)
     peaks = []
     for rank, own in enumerate(orders):
         stages = schedule.stages_of(rank)
@@ -104,7 +104,7 @@ def rank_peaks(
             workspace=sum((stepping[stage] - held[stage]) * needed[stage].trained for stage in stages),
         )
         if follow[rank]:
-            waiting = _waiting(timeline, rank, own, consumers, needed)
+            waiting = _waiting(timeline, own, coming[rank], needed)
             followed = _followed(timeline, own, needed, change, besides, always=not schedule.flushes)
             at = int((followed.sum(axis=0) + waiting).argmax())
             inflight, workspace, gradients = followed[:, at].tolist()
@@ -198,19 +198,28 @@ def _followed(
     return np.stack([inflight, workspace, missing])
 
 
-def _waiting(timeline: Timeline, rank: int, own: Ints, consumers: Ints, needed: Sequence[StageBytes]) -> Floats:
-    """For each of a rank's actions, `own`, bytes of messages that come before it ends, for a later one."""
-    transfers = timeline.transfers
-    coming = np.flatnonzero((transfers.to_rank == rank) & (consumers >= 0))
+def _coming(timeline: Timeline, orders: Sequence[Ints]) -> list[tuple[Ints, Ints]]:
+    """For each rank the transfers that come to it, in the order in which its actions take them, and the places of
+    these among the rank's actions, `orders`."""
+    consumers, to_rank = timeline.consumers(), timeline.transfers.to_rank
     place = np.zeros(len(timeline.kinds), np.int64)
-    place[own] = np.arange(len(own))
-    coming = coming[np.argsort(place[consumers[coming]], kind="stable")]
-    taken, source = place[consumers[coming]], transfers.source[coming]
+    for own in orders:
+        place[own] = np.arange(len(own))
+    taken = np.flatnonzero(consumers >= 0)
+    taken = taken[np.lexsort((place[consumers[taken]], to_rank[taken]))]
+    edges = np.searchsorted(to_rank[taken], np.arange(len(orders) + 1)).tolist()
+    return [(taken[low:high], place[consumers[taken[low:high]]]) for low, high in itertools.pairwise(edges)]
+
+
+def _waiting(timeline: Timeline, own: Ints, coming: tuple[Ints, Ints], needed: Sequence[StageBytes]) -> Floats:
+    """For each of a rank's actions, `own`, bytes of messages that come before it ends, for a later one."""
+    transfers, (coming_ones, taken) = timeline.transfers, coming
+    source = transfers.source[coming_ones]
     kinds = timeline.kinds[source]
     sizes = np.array([(item.answered, item.sent) for item in needed])
     size = sizes[timeline.stages[source], (kinds == Kind.F).astype(np.int64)]
     wires = timeline.ranks[source] * len(Kind) + kinds
-    there = _there(transfers.arrival[coming], timeline.start[own][taken], wires)
+    there = _there(transfers.arrival[coming_ones], timeline.start[own][taken], wires)
     order = np.argsort(there, kind="stable")
     came = np.concatenate([[0.0], np.cumsum(size[order])])
     gone = np.concatenate([[0.0], np.cumsum(size)])

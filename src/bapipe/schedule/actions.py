@@ -182,8 +182,9 @@ class Schedule:
         both = self.placement[boundary : boundary + 2]
         dealt = [self.dealing_of(stage) for stage in (boundary, boundary + 1)]
         turns = math.lcm(*(round_length(own, len(ranks)) for own, ranks in zip(dealt, both, strict=True)))
+        turns = min(turns, self.num_microbatches)
         before, behind = (
-            [ranks[replica_taking(own, len(ranks), turn)] for turn in range(min(turns, self.num_microbatches))]
+            np.array(ranks, np.int64)[takers(own, len(ranks), turns)].tolist()
             for own, ranks in zip(dealt, both, strict=True)
         )
         return tuple(zip(before, behind, strict=True))
@@ -194,4 +195,7 @@ class Schedule:
 
     def parted_stages(self) -> frozenset[int]:
         """The stages whose backward is done in two parts, I and W."""
-        return frozenset(int(stage) for lane in self.lanes for stage in lane.stages[lane.kinds == Kind.I])
+        parted = np.zeros(self.num_stages, np.bool_)
+        for lane in self.lanes:
+            parted[lane.stages[lane.kinds == int(Kind.I)]] = True
+        return frozenset(np.flatnonzero(parted).tolist())

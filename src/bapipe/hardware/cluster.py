@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.io.amounts import require_amounts
@@ -174,7 +178,7 @@ class Level:
     """of every group; None: transfers across its edge do not share anything"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Accelerators and what connects them."""
 
@@ -299,6 +303,19 @@ class Cluster:
             least = min((uplink.bandwidth for _, uplink in self.uplinks(first, second)), default=link.bandwidth)
             return link if least >= link.bandwidth else replace(link, bandwidth=least)
         return link
+
+    @functools.cached_property
+    def link_figures(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[accelerator, accelerator] seconds per byte, and of latency, of their link; 0 where there is none.
+
+        Made once. Quadratic in the accelerators.
+        """
+        rate, latency = np.zeros((2, len(self), len(self)))
+        for ends in itertools.permutations(range(len(self)), 2):
+            if self.connected(*ends):
+                link = self.link(*ends)
+                rate[ends], latency[ends] = 1 / link.bandwidth, link.latency
+        return rate, latency
 
     def link_name(self, first: int, second: int) -> str:
         """What the link between two accelerators is called: "within", "between", a level's name, or a pair."""

@@ -43,7 +43,9 @@ def zero_bubble(
     if len(behind) != num_stages or min(behind) < 0:
         raise BaPipeError(f"{num_stages} stages need {num_stages} delays of at least 0, got {behind[:16]}")
     microbatches = np.arange(num_microbatches, dtype=np.int64)
-    rows = np.stack([np.repeat([int(Kind.F), int(Kind.I), int(Kind.W)], num_microbatches), np.tile(microbatches, 3)])
+    rows = np.stack(
+        [np.repeat([int(Kind.F), int(Kind.I), int(Kind.W)], num_microbatches), np.tile(microbatches, 3)]
+    )
     actions = []
     for cap, delay in zip(caps, behind, strict=True):
         # Three places a micro-batch: I, what W is due, and F; the first K forwards come before them.

@@ -201,14 +201,12 @@ def _followed(
 def _coming(timeline: Timeline, orders: Sequence[Ints]) -> list[tuple[Ints, Ints]]:
     """For each rank the transfers that come to it, in the order in which its actions take them, and the places of
     these among the rank's actions, `orders`."""
-    consumers, to_rank = timeline.consumers(), timeline.transfers.to_rank
-    place = np.zeros(len(timeline.kinds), np.int64)
-    for own in orders:
-        place[own] = np.arange(len(own))
-    taken = np.flatnonzero(consumers >= 0)
-    taken = taken[np.lexsort((place[consumers[taken]], to_rank[taken]))]
-    edges = np.searchsorted(to_rank[taken], np.arange(len(orders) + 1)).tolist()
-    return [(taken[low:high], place[consumers[taken[low:high]]]) for low, high in itertools.pairwise(edges)]
+    consumers = timeline.consumers()
+    transfers = np.flatnonzero(consumers >= 0)
+    feeding = np.full(len(timeline.kinds), -1)
+    feeding[consumers[transfers]] = transfers  # one at most for each action
+    fed = [feeding[own] for own in orders]
+    return [(own[own >= 0], np.flatnonzero(own >= 0)) for own in fed]
 
 
 def _waiting(timeline: Timeline, own: Ints, coming: tuple[Ints, Ints], needed: Sequence[StageBytes]) -> Floats:

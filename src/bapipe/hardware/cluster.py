@@ -230,6 +230,10 @@ class Cluster:
                 )
         _require_levels(self)
 
+    def __hash__(self) -> int:
+        """Quickly: clusters that are compared are mostly one and the same."""
+        return hash((self.name, len(self.accelerators)))
+
     def __len__(self) -> int:
         return len(self.accelerators)
 
@@ -271,9 +275,14 @@ class Cluster:
 
     def place(self, index: int) -> tuple[str, ...]:
         """The groups of an accelerator, the largest first, its node among them."""
-        item = self.accelerators[index]
+        return self._places[index]
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[str, ...]]:
         inside = sum(level.over == "accelerators" for level in self.levels)
-        return (*item.groups[inside:][::-1], item.node, *item.groups[:inside][::-1])
+        return [
+            (*item.groups[inside:][::-1], item.node, *item.groups[:inside][::-1]) for item in self.accelerators
+        ]
 
     def with_links(self, changed: Callable[[Link], Link]) -> Cluster:
         """The cluster with every link as `changed` makes it; a collective's, bus's or uplink's rate stays."""

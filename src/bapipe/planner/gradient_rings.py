@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,9 +65,19 @@ def all_reduce(cluster: Cluster, members: tuple[int, ...], *, beside: Mapping[ob
     over the links of all its members and the uplink. The faster of both counts. Smaller groups and CPUs, whose
     libraries do not, are one ring. `beside` has uplinks that so many all-reduces cross at once (`shared_uplinks`).
     """
-    count = len(members)
-    if count < 2:
+    if len(members) < 2:
         return AllReduce(ways=())
+    return _among(cluster, members, beside) if beside else _alone(cluster, members)
+
+
+@functools.lru_cache(maxsize=256)
+def _alone(cluster: Cluster, members: tuple[int, ...]) -> AllReduce:
+    """Searches ask for the same ones again and again."""
+    return _among(cluster, members, _ALONE)
+
+
+def _among(cluster: Cluster, members: tuple[int, ...], beside: Mapping[object, int]) -> AllReduce:
+    count = len(members)
     if cluster.levels:
         members = tuple(sorted(members, key=lambda index: (cluster.place(index), index)))
     edges = list(zip(members, (*members[1:], members[0]), strict=True))

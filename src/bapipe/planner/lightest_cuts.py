@@ -6,6 +6,7 @@ where it begins and ends, which the tables here know.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,32 +86,39 @@ def _stages(
     tables: StageTables, hardware: Hardware, accelerators: Sequence[int], order: PlannedOrder
 ) -> list[_Stage]:
     """Of each stage, what every run of units needs and takes; one object for stages that are alike."""
-    chain, held = tables.chain, tables.bytes(parted=order.parted)
-    always = held.static(hardware.static_copies()) + held.casts + held.workspace
-    always += 2 * (held.sent + held.returned + held.received + held.answered)
-    always = always.T.copy()
-    units = np.arange(len(chain))
-    always[units[None, :] > units[:, None]] = np.inf
-    saved, kept = held.saved_activations.T.copy(), held.kept.T
+    always, saved, kept = _bytes(tables, hardware.static_copies(), parted=order.parted)
     known: dict[tuple[str, int, bool], _Stage] = {}
-    seconds: dict[str, tuple[Floats, Floats]] = {}
     found = []
     for stage, index in enumerate(accelerators):
         kind = hardware.cluster.type_of(index)
         count, again = min(order.inflight[stage], order.microbatches), stage in order.recompute
         key = kind.name, count, again
         if key not in known:
-            if kind.name not in seconds:
-                own = tables.seconds(frozenset({chain.row(kind.name)}))
-                seconds[kind.name] = (own.forward + own.backward).T.copy(), own.forward.T.copy()
-            work, forward = seconds[kind.name]
-            need = always - kind.memory
+            need, (work, forward) = always - kind.memory, _seconds(tables, tables.chain.row(kind.name))
             if again:
                 known[key] = _Stage(need=need + saved + count * kept, work=work + forward, forward=forward)
             else:
                 known[key] = _Stage(need=need + count * saved, work=work, forward=forward)
         found.append(known[key])
     return found
+
+
+@functools.lru_cache(maxsize=4)
+def _bytes(tables: StageTables, copies: float, *, parted: bool) -> tuple[Floats, Floats, Floats]:
+    """[last, first] what a stage holds apart from its activations, infinite where the run is empty; and of each
+    micro-batch its activations, and its input."""
+    held, units = tables.bytes(parted=parted), np.arange(len(tables.chain))
+    always = held.static(copies) + held.casts + held.workspace
+    always += 2 * (held.sent + held.returned + held.received + held.answered)
+    empty = units[:, None] > units[None, :]
+    return np.where(empty, np.inf, always).T.copy(), held.saved_activations.T.copy(), held.kept.T.copy()
+
+
+@functools.lru_cache(maxsize=4)
+def _seconds(tables: StageTables, row: int) -> tuple[Floats, Floats]:
+    """[last, first] seconds of a micro-batch, and of its forward, on one type of accelerator."""
+    own = tables.seconds(frozenset({row}))
+    return (own.forward + own.backward).T.copy(), own.forward.T.copy()
 
 
 def _worst(costs: Sequence[Floats], cuts: Cuts) -> float:

@@ -180,6 +180,8 @@ class Schedule:
     def meetings(self, boundary: int) -> tuple[tuple[int, int], ...]:
         """The ranks before and behind a boundary between which each micro-batch goes, until they repeat."""
         both = self.placement[boundary : boundary + 2]
+        if len(both[0]) == len(both[1]) == 1:
+            return ((both[0][0], both[1][0]),)
         dealt = [self.dealing_of(stage) for stage in (boundary, boundary + 1)]
         turns = math.lcm(*(round_length(own, len(ranks)) for own, ranks in zip(dealt, both, strict=True)))
         turns = min(turns, self.num_microbatches)

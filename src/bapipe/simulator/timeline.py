@@ -40,6 +40,8 @@ class Transfers:
     to_rank: Ints
     start: Floats
     arrival: Floats
+    target: Ints | None = None
+    """index of the action that it feeds, or -1; None: `Timeline.consumers` finds it"""
 
     @classmethod
     def none(cls) -> Transfers:
@@ -119,6 +121,8 @@ class Timeline:
 
     def consumers(self) -> Ints:
         """For each transfer the action that it feeds (F of the next stage, B or I of the previous), or -1."""
+        if self.transfers.target is not None:
+            return self.transfers.target
         table = np.full((2, self.num_stages + 2, max(1, self.num_microbatches)), -1, np.int64)
         takes = _TAKES[self.kinds]
         own = np.flatnonzero(takes >= 0)

@@ -193,7 +193,15 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The (virtual) stages that are on this rank."""
-        return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
+        return self._stages_by_rank.get(rank, ())
+
+    @functools.cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, dict[int, None]] = {}
+        for stage, ranks in enumerate(self.placement):
+            for rank in ranks:
+                found.setdefault(rank, {})[stage] = None
+        return {rank: tuple(stages) for rank, stages in found.items()}
 
     def parted_stages(self) -> frozenset[int]:
         """The stages whose backward is done in two parts, I and W."""

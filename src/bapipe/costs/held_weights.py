@@ -49,7 +49,7 @@ def _tied_copies(chain: Chain, each: Floats, first: int, end: int) -> dict[int, 
     own, found = slice(first, end + 1), dict[int, Floats]()
     tied, bytes_ = chain.tied_to[own], chain.tied_bytes[own]
     layers = _layers(chain)
-    for holder in np.unique(tied[(tied >= 0) & (tied < layers[first])]).tolist():
+    for holder in sorted(set(tied[(tied >= 0) & (tied < layers[first])].tolist())):
         units = layers == holder
         weights = float(chain.weight_bytes[units].sum())
         # Several layers of the stage that share the same have one copy.

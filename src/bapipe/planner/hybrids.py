@@ -19,7 +19,7 @@ from bapipe.costs.stage_time import UnitSeconds, stage_seconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.fixed_partitions import dealt_stages
-from bapipe.planner.gradient_rings import AllReduce, all_reduce
+from bapipe.planner.gradient_rings import all_reduce_time
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.replicas import replicated_pipelines
 
@@ -43,16 +43,12 @@ def balanced_hybrids(
         return []
     made = list(_balanced_stages(chain, count, microbatches, tuning))
     least = _least_seconds(chain, made, microbatches)
-    sums: dict[tuple[int, ...], AllReduce] = {}
     scored: list[tuple[float, int]] = []
     for place in sorted(range(len(made)), key=least.__getitem__):
         if scored and len(scored) >= tuning.hybrids_simulated and least[place] > scored[-1][0]:
             break
-        for stage in made[place]:
-            if stage.accelerators not in sums:
-                sums[stage.accelerators] = all_reduce(cluster, stage.accelerators)
         longest = max(
-            sums[stage.accelerators].seconds(stage_gradients(chain, stage.first, stage.last))
+            all_reduce_time(cluster, stage.accelerators, stage_gradients(chain, stage.first, stage.last))
             for stage in made[place]
         )
         bisect.insort(scored, (least[place] + longest, place))

@@ -37,6 +37,7 @@ def _uncrowded(cluster: Cluster, ranks: tuple[int, ...], pairs: tuple[tuple[int,
 def _between(
     cluster: Cluster, ranks: tuple[int, ...], pairs: Iterable[tuple[int, int]], crowding: Mapping[object, float]
 ) -> Network:
+    """The routes between these pairs of ranks, both ways."""
     routes = dict[tuple[int, int], Route]()
     for source, target in pairs:
         if source == target or (source, target) in routes:

@@ -226,13 +226,15 @@ def _timeline(
 ) -> Timeline:
     action: slice | NDArray[np.bool_] = slice(None)
     sent, arrived = times.sent[lowered.senders], times.arrival[lowered.senders]
-    target: NDArray[np.int64] | None = lowered.graph.send_to[lowered.senders]
     if lowered.first_message is not None:
         action = lowered.kinds <= Kind.U
         sent, arrived = times.start[lowered.first_message :], times.end[lowered.first_message :]
-        target = None
     transfers = Transfers(
-        source=lowered.senders, to_rank=lowered.receiving_ranks, start=sent, arrival=arrived, target=target
+        source=lowered.senders,
+        to_rank=lowered.receiving_ranks,
+        start=sent,
+        arrival=arrived,
+        target=lowered.receivers,
     )
     period = None if schedule.flushes else steady_period(schedule, costs, network)
     return Timeline(

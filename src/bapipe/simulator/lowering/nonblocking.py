@@ -77,6 +77,7 @@ def lower_links(schedule: Schedule, network: Network, unanswered: Collection[int
         channels=channels,
         senders=senders,
         receiving_ranks=ranks[send_to[senders]],
+        receivers=send_to[senders],
     )
 
 

@@ -63,6 +63,8 @@ class Lowered:
     """the actions whose output goes to another rank, each by its number among the actions"""
     receiving_ranks: Ints
     """for each of them that rank"""
+    receivers: Ints | None = None
+    """for each of them the action that it feeds, or -1; None with blocking sends"""
     first_message: int | None = None
     """with blocking sends, the first of the message tasks, which come last"""
 

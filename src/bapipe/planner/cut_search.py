@@ -52,6 +52,7 @@ class CutSearch:
     def __init__(self, state: SearchState, effort: Effort) -> None:
         self._state, self._effort, self._steps = state, effort, effort.steps
         self._begin = time.monotonic()
+        self._tables: dict[int, StageTables] = {}
         self.open = math.inf
         """seconds per sample that what was passed over for lack of effort may take at least"""
         self.ruled_out = ""
@@ -74,7 +75,7 @@ class CutSearch:
 
     def tables(self, chain: Chain) -> StageTables:
         """The chain's costs by run of units, made once."""
-        return self._state.tables.setdefault(chain.microbatch, StageTables(chain))
+        return self._tables.setdefault(chain.microbatch, StageTables(chain))
 
     def shapes(self, sizes: Sequence[int]) -> list[Shape]:
         """The shapes whose cases are few enough to try them all, those that may be fastest first."""

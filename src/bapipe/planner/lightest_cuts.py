@@ -103,7 +103,7 @@ def _stages(
     return found
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def _bytes(tables: StageTables, copies: float, *, parted: bool) -> tuple[Floats, Floats, Floats]:
     """[last, first] what a stage holds apart from its activations, infinite where the run is empty; and of each
     micro-batch its activations, and its input."""
@@ -114,7 +114,7 @@ def _bytes(tables: StageTables, copies: float, *, parted: bool) -> tuple[Floats,
     return np.where(empty, np.inf, always).T.copy(), held.saved_activations.T.copy(), held.kept.T.copy()
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def _seconds(tables: StageTables, row: int) -> tuple[Floats, Floats]:
     """[last, first] seconds of a micro-batch, and of its forward, on one type of accelerator."""
     own = tables.seconds(frozenset({row}))

@@ -20,7 +20,6 @@ from bapipe.planner.partition.paper.inter_layer import ideal_time
 from bapipe.planner.partition.paper.step_record import Step
 from bapipe.planner.request import Request
 from bapipe.planner.scenarios import Errors
-from bapipe.planner.stage_tables import StageTables
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
 __all__ = ["SearchState", "SizeScope", "ideal_seconds"]
@@ -61,8 +60,6 @@ class SearchState:
 
     chains: dict[int, Chain] = field(default_factory=dict)
     """the segments and their costs by micro-batch size, each made once"""
-    tables: dict[int, StageTables] = field(default_factory=dict)
-    """what every run of segments takes and holds by micro-batch size, each made once"""
     tried_sizes: tuple[int, ...] = ()
     """micro-batch sizes that are searched, the most promising first; `choose_sizes` sets it"""
     incumbents: Incumbents = field(init=False)

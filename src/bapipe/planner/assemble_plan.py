@@ -98,7 +98,7 @@ def _kind(evaluation: Evaluation) -> Literal["pipeline", "data-parallel", "hybri
 
 def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     chain, cluster = best.candidate.chain, found.hardware.cluster
-    stages, parted = [], best.schedule.parted_stages()
+    stages, parted, inflight = [], best.schedule.parted_stages(), best.inflight
     messages = message_bytes(best.schedule, best.stage_bytes)
     seconds = best.stage_seconds
     for index, choice in enumerate(best.candidate.stages):
@@ -130,7 +130,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 trainable_bytes=None if needed.trained == needed.weights else needed.trained,
                 memory_bytes=best.memory[index],
                 memory_capacity=best.capacity[index],
-                in_flight=best.inflight[index],
+                in_flight=inflight[index],
                 saved_bytes=needed.saved_activations,
                 kept_bytes=needed.kept,
                 delayed_bytes=needed.delayed if index in parted else None,

@@ -14,7 +14,7 @@ from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.fsdp_events import fsdp_seconds
-from bapipe.planner.gradient_rings import gradient_sum_time, shared_uplinks
+from bapipe.planner.gradient_rings import all_reduce, gradient_sum_time, shared_uplinks
 from bapipe.planner.sharded_costs import gather_time, scatter_share
 from bapipe.schedule.actions import Schedule
 from bapipe.simulator.action_costs import Costs, ReplicaCosts
@@ -86,7 +86,7 @@ def _shared_update(candidate: Candidate, cluster: Cluster, costs: Costs) -> Cost
     shared = []
     for index, stage in enumerate(candidate.stages):
         count, size = len(stage.accelerators), stage_gradients(chain, stage.first, stage.last)
-        gather = gather_time(cluster, stage.accelerators, size) if count > 1 else 0.0
+        gather = gather_time(all_reduce(cluster, stage.accelerators), size) if count > 1 else 0.0
         shared.append((1 / count, gather))
         update[index] = update[index] / count + gather
     replicas = costs.replicas

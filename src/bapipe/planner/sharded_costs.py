@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from bapipe.costs.stage_memory import StageBytes
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.gradient_rings import all_reduce_time, gradient_sum_time
+from bapipe.planner.gradient_rings import AllReduce
 
 __all__ = ["ddp_peak", "gather_time", "on_gpus", "scatter_share", "scatter_time", "sharded_copies"]
 
@@ -27,14 +27,15 @@ def scatter_share(cluster: Cluster, members: Sequence[int]) -> float:
     return 0.5 if on_gpus(cluster, members) else 1.0
 
 
-def gather_time(cluster: Cluster, members: tuple[int, ...], size: float) -> float:
-    """Seconds of an all-gather after which each has so many bytes."""
-    return 0.5 * all_reduce_time(cluster, members, size) if size > 0 else 0.0
+def gather_time(reduce: AllReduce, size: float) -> float:
+    """Seconds of an all-gather, among those that `reduce`, after which each has so many bytes."""
+    return 0.5 * reduce.seconds(size) if size > 0 else 0.0
 
 
-def scatter_time(cluster: Cluster, members: tuple[int, ...], gradients: float) -> float:
-    """Seconds of a reduce-scatter of so many bytes of gradients; where all is frozen nothing is sent."""
-    return scatter_share(cluster, members) * gradient_sum_time(cluster, members, gradients)
+def scatter_time(reduce: AllReduce, share: float, gradients: float) -> float:
+    """Seconds of a reduce-scatter of so many bytes of gradients, given its `scatter_share`; where all is frozen
+    nothing is sent."""
+    return share * reduce.seconds(gradients) if gradients > 0 else 0.0
 
 
 def sharded_copies(state: float, workspace: float, replicas: int) -> tuple[float, float]:

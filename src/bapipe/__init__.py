@@ -173,7 +173,7 @@ def profile(
     optimizer: str = "sgd",
     accelerator: str | None = None,
     threads: int = 1,
-    compiled: bool = False,
+    compiled: bool | Literal["auto"] = False,
 ) -> Profile:
     """Measure what every layer of a model costs on a device of this machine. Imports torch.
 
@@ -182,7 +182,8 @@ def profile(
     `accelerator`, by default the catalogue's name of the device; a cluster must have accelerators of that type.
     `precision` is fp32, tf32, bf16, fp16, bf16-mixed or fp16-mixed: layers are measured as a run executes them in
     it, and plans made from the profile train in it. `threads` are those of a CPU rank. `compiled`: layers are
-    measured as torch.compile makes them, and plans made from the profile run them so.
+    measured as torch.compile makes them, and plans made from the profile run them so; "auto": they are measured
+    both ways, and plans run them as is faster.
     """
     from bapipe.models.layers import ModelRef
     from bapipe.torch.profiler import MeasureSettings, profile_model, profile_module

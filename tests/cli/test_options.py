@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import click
 import pytest
 
 from bapipe.cli import COMMANDS, cli
 from bapipe.cli.options import OLD_NAMES, RenamedOption
+from bapipe.records.plan import read_plan
 from command import bapipe, refused
 from paths import REPOSITORY
 
@@ -62,3 +64,35 @@ def test_the_page_on_versions_lists_them() -> None:
 
 def test_a_value_that_is_no_number_names_the_new_option() -> None:
     assert "'--global-batch'" in refused("plan", "alexnet", "--cluster", "2xv100", "--minibatch", "many")
+
+
+@pytest.mark.parametrize(
+    ("words", "compiled"),
+    [
+        (("--compile", "vgg16"), True),  # what follows is the model
+        (("vgg16", "--compile"), True),
+        (("vgg16", "--compile", "yes"), True),
+        (("vgg16", "--compile=yes"), True),
+        (("vgg16", "--compile", "no"), False),
+        (("--compile", "auto", "vgg16"), False),
+        (("vgg16",), False),
+    ],
+)
+def test_compile_may_stand_without_a_value(words: tuple[str, ...], compiled: bool, tmp_path: Path) -> None:
+    done = bapipe("plan", *words, "--cluster", "2xv100", "--out", str(tmp_path / "plan.json"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert read_plan(tmp_path / "plan.json").compiled == compiled
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "auto"])
+def test_another_value_of_compile_is_refused(command: str) -> None:
+    assert "'perhaps' is not one of 'auto', 'yes', 'no'" in refused(command, "vgg16", "--compile=perhaps")
+
+
+@pytest.mark.parametrize("command", ["plan", "auto"])
+def test_no_words_at_all_lack_the_model(command: str) -> None:
+    assert "Missing argument 'MODEL'" in refused(command)
+
+
+def test_what_stands_after_two_dashes_is_no_option() -> None:
+    assert "--compile" in refused("plan", "--cluster", "2xv100", "--", "--compile")

@@ -21,6 +21,7 @@ from elastic_runs import COMMAND, ENVIRONMENT, PROFILE, descendants, ranks_of, r
 from made_checkpoints import names  # noqa: E402
 
 from bapipe.costs.profile import read_profile  # noqa: E402
+from bapipe.costs.profile_ways import join_ways  # noqa: E402
 from bapipe.errors import BaPipeError  # noqa: E402
 from bapipe.records.plan import Plan, read_plan, write_plan  # noqa: E402
 from bapipe.torch.checkpoint.checkpoint_folder import latest  # noqa: E402
@@ -183,6 +184,14 @@ def test_an_elastic_run_goes_on_with_what_is_left(tmp_path: Path, calm: Callable
     assert wanted.keys() == found.keys()
     for name, value in wanted.items():
         assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_plan_without_an_accelerator_runs_compiled_if_the_one_before_did(compiled: bool) -> None:
+    plan, profile = replace(_profiled_plan(), compiled=compiled), read_profile(PROFILE)
+    both = join_ways(profile, replace(profile, compiled=True))
+    for known in (both, profile):  # of the second, the plan's stages were compiled though it was not measured so
+        assert plan_without(plan, known, "localhost/0").compiled == compiled
 
 
 def test_a_plan_without_an_accelerator() -> None:

@@ -15,6 +15,7 @@ from checkpoint_plans import Leg, cut_plan  # noqa: E402
 from elastic_runs import ENVIRONMENT, PROFILE, run, states  # noqa: E402
 
 from bapipe.costs.profile import read_profile, write_profile  # noqa: E402
+from bapipe.costs.profile_ways import join_ways  # noqa: E402
 from bapipe.models.layers import ModelRef  # noqa: E402
 from bapipe.records.plan import Plan, read_plan, write_plan  # noqa: E402
 from bapipe.schedule.generators import make_schedule, with_update  # noqa: E402
@@ -86,3 +87,12 @@ def test_a_plan_for_another_speed_is_taken_only_if_it_is_faster(folder: Path) ->
         "localhost/1": "slow-4.00x-cpu-core",
     }
     assert plan_slowed(after, costs, "localhost/1", 1.01)[1] is None
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_plan_for_another_speed_runs_compiled_if_the_one_before_did(compiled: bool, folder: Path) -> None:
+    profile = read_profile(folder / "profile.json")
+    both, plan = join_ways(profile, replace(profile, compiled=True)), replace(_plan(), compiled=compiled)
+    _, after = plan_slowed(plan, both, "localhost/1", 4.0)
+    assert after is not None
+    assert after.compiled == compiled

@@ -10,11 +10,12 @@ from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Accelerator, Cluster, CollectiveRates, Level, Link, Uplink
 from bapipe.hardware.cluster_merge import merged_clusters
 from bapipe.planner.gradient_rings import (
+    all_gather,
+    all_reduce,
     all_reduce_time,
-    gather_time,
-    gradient_sum_line,
+    gradient_sum,
     gradient_sum_time,
-    scatter_time,
+    reduce_scatter,
     shared_uplinks,
 )
 from made_profiles import made_cluster
@@ -132,9 +133,9 @@ def test_collectives_take_what_their_own_rates_say(kind: str) -> None:
     own = replace(own, types={"x": replace(own.types["x"], kind=kind)})
     assert all_reduce_time(own, PAIR, SIZE) == pytest.approx(2 * sends(10.0))
     assert gradient_sum_time(own, PAIR, SIZE) == pytest.approx(2 * sends(20.0))
-    assert gather_time(own, PAIR, SIZE) == pytest.approx(sends(40.0))
-    assert scatter_time(own, PAIR, SIZE) == pytest.approx(sends(30.0))
-    late, each = gradient_sum_line(own, PAIR)
+    assert all_gather(own, PAIR).seconds(SIZE) == pytest.approx(sends(40.0))
+    assert reduce_scatter(own, PAIR).seconds(SIZE) == pytest.approx(sends(30.0))
+    late, each = gradient_sum(own, PAIR).line()
     assert late + SIZE * each == pytest.approx(gradient_sum_time(own, PAIR, SIZE))
 
 
@@ -142,16 +143,20 @@ def test_collectives_without_rates_of_their_own_are_parts_of_an_all_reduce() -> 
     """gloo, by which CPUs scatter, makes a whole one of it."""
     own = replace(cluster(1, 2), collective_bandwidth=10.0)
     whole = all_reduce_time(own, PAIR, SIZE)
+    assert gradient_sum(own, PAIR) is all_reduce(own, PAIR)  # made once for both
     assert gradient_sum_time(own, PAIR, SIZE) == whole
-    assert gather_time(own, PAIR, SIZE) == scatter_time(own, PAIR, SIZE) == whole / 2
+    assert all_gather(own, PAIR).seconds(SIZE) == reduce_scatter(own, PAIR).seconds(SIZE) == whole / 2
     cpus = replace(own, types={"x": replace(own.types["x"], kind="cpu")})
-    assert (gather_time(cpus, PAIR, SIZE), scatter_time(cpus, PAIR, SIZE)) == (whole / 2, whole)
+    assert all_gather(cpus, PAIR).seconds(SIZE) == whole / 2
+    assert reduce_scatter(cpus, PAIR).seconds(SIZE) == whole
 
 
 def test_nothing_is_sent_where_there_is_nothing() -> None:
     own = replace(cluster(1, 2), collective_bandwidth=10.0, collective_rates=RATES)
-    assert gradient_sum_time(own, PAIR, 0.0) == gather_time(own, PAIR, 0.0) == scatter_time(own, PAIR, 0.0) == 0.0
-    assert gather_time(own, (0,), SIZE) == 0.0
+    for found in (gradient_sum(own, PAIR), all_gather(own, PAIR), reduce_scatter(own, PAIR)):
+        assert found.seconds(0.0) > 0.0
+        assert found.seconds_if_any(0.0) == 0.0
+    assert all_gather(own, (0,)).seconds(SIZE) == 0.0
 
 
 def test_rates_of_collectives_need_that_of_an_all_reduce() -> None:

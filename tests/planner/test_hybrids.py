@@ -16,6 +16,7 @@ from bapipe.planner.candidate import Hardware, StageChoice
 from bapipe.planner.evaluate import evaluate
 from bapipe.planner.hybrids import balanced_hybrids
 from bapipe.planner.pipelines import FAMILIES, build
+from bapipe.planner.tuning import DEFAULT_TUNING
 from bapipe.schedule.v_shape import V_SHAPED
 from example_counts import examples
 from made_profiles import made_cluster, made_profile
@@ -99,3 +100,15 @@ def test_each_of_them_keeps_to_a_node_where_links_between_nodes_are_slow() -> No
     slow = replace(cluster, accelerators=nodes, between=Link(bandwidth=0.1))
     best = explore(profile, slow, Request(global_batch=16, schedule="zb-h1")).best
     assert [stage.accelerators for stage in best.candidate.stages] == [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("count", [5, 8, 24])
+@pytest.mark.parametrize("weights", [WEIGHTS, WEIGHTS[::-1], [1.0] * len(VGG)])
+def test_those_that_a_bound_leaves_out_are_slower(count: int, weights: list[float]) -> None:
+    profile = made_profile({"x": VGG}, weights=weights, sizes=(1,))
+    chain, hardware = make_chain(profile, ("x",), 1), Hardware(cluster=made_cluster({"x": count}, bandwidth=2.0))
+    every = balanced_hybrids(chain, hardware, 64, replace(DEFAULT_TUNING, hybrids_simulated=10_000))
+    found = balanced_hybrids(chain, hardware, 64)
+    assert len(found) < len(every)
+    assert found == every[: len(found)]
+    assert every == sorted(every, key=lambda own: own[0])

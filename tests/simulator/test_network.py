@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bapipe.errors import BaPipeError, DeadlockError
@@ -22,6 +24,14 @@ class TestLinks:
         timeline = simulate(make_schedule("gpipe", 2, 3), costs, Network(latency_only=True))
         assert sorted(timeline.transfers.arrival)[:3] == [6, 7, 8]
         assert timeline.time == 18
+
+    @pytest.mark.parametrize("name", ["gpipe", "1f1b-sno", "zb-h1", "interleaved", "zb-v"])
+    def test_transfers_know_the_action_that_they_feed(self, name: str) -> None:
+        costs = Costs.of(6 if name in ("interleaved", "zb-v") else 3, forward=2, backward=3, transfer=1)
+        timeline = simulate(make_schedule(name, 3, 4), costs)
+        unknown = replace(timeline, transfers=replace(timeline.transfers, target=None))
+        assert timeline.transfers.target is not None
+        assert timeline.consumers().tolist() == unknown.consumers().tolist()
 
     def test_half_duplex(self) -> None:
         # 1B0 ends at 7 and must wait until 9 for the activation of micro-batch 1 to leave the link.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bapipe.costs.profile import Profile
+from bapipe.costs.profile_ways import each_way
 from bapipe.errors import BaPipeError, InfeasibleError, nearest
 from bapipe.fpga import Parameters, explore_fpga
 from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
@@ -298,7 +299,7 @@ def gpu_answers(profile: Callable[[Cluster], Profile], request: Request) -> Call
             return SweepAnswer(time=time, plan=label)
         roomy = _each(cluster, "memory", lambda kind: kind.memory * _GAIN)
         times = {
-            "compute": planned(cluster, _faster(costs))[0],
+            "compute": planned(cluster, each_way(costs, _faster))[0],
             "link": planned(_more_link(cluster), costs)[0],
             "memory": planned(roomy, costs)[0],
         }

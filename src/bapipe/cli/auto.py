@@ -9,6 +9,8 @@ import click
 
 from bapipe.cli.options import (
     PRECISION_HELP,
+    CompilingCommand,
+    compile_option,
     model_options,
     optimizer_options,
     read_model_arguments,
@@ -28,7 +30,7 @@ __all__ = ["auto_command", "calibrate_command", "print_race"]
 _USUAL = AutoOptions()
 
 
-@click.command("auto")
+@click.command("auto", cls=CompilingCommand)
 @click.argument("model")
 @model_options
 @renamed("--global-batch", type=int, help="Samples per optimizer step.  [default: 64 per GPU, 16 per CPU rank]")
@@ -43,8 +45,8 @@ _USUAL = AutoOptions()
 @optimizer_options
 @renamed("--precision", default=_USUAL.precision, show_default=True, help=PRECISION_HELP)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: GPUs, where there are any]")
-@click.option(
-    "--compile", "compiled", is_flag=True, help="Measure, race and run layers as torch.compile makes them."
+@compile_option(
+    "Measure, race and run layers as torch.compile makes them; auto: measure both ways, and run as is faster."
 )
 @click.option(
     "--race",
@@ -125,6 +127,7 @@ def print_race(raced: RaceResult) -> None:
     for trial in raced.trials:
         plan = trial.plan
         name = f"{plan.schedule.name}, {len(plan.stages)} stages" if len(plan.stages) > 1 else plan.schedule.name
+        name += ", compiled" if plan.compiled else ""
         chosen = " (chosen)" if trial is raced.best else ""
         if trial.seconds is None or trial.error is None:
             table.add_row(name, str(plan.microbatch_size), f"failed: {(trial.failure or '')[:60]}", "–", "–")

@@ -79,6 +79,7 @@ def compare_command(
     from bapipe.analysis.predicted_measured import compare, comparison_values
     from bapipe.analysis.recalibrate import recalibrate
     from bapipe.costs.profile import read_profile, write_profile
+    from bapipe.costs.profile_ways import of_way
     from bapipe.records.plan import read_plan
     from bapipe.records.run_record import read_run
 
@@ -94,7 +95,7 @@ def compare_command(
         cluster = _corrected_cluster(found, plan, cluster_file, run=content_hash(record))
     again = None
     if profile_file is not None and corrected_file is not None:
-        again = recalibrate(plan, record, read_profile(profile_file))
+        again = recalibrate(plan, record, of_way(read_profile(profile_file), compiled=plan.compiled))
         write_profile(again.profile, corrected_file)
     if trace_file:
         from bapipe.reporting.trace import trace_json

@@ -35,9 +35,10 @@ def import_trace_command(trace_file: str, profile_file: str, accelerator: str, m
     """
     from bapipe.analysis.trace_times import profile_of_trace
     from bapipe.costs.profile import read_profile, write_profile
+    from bapipe.costs.profile_ways import of_way
     from bapipe.units import format_seconds
 
-    base = read_profile(profile_file)
+    base = of_way(read_profile(profile_file), compiled=False)
     made, found = profile_of_trace(base, trace_file, accelerator=accelerator, microbatch=microbatch)
     write_profile(made, out)
     total = [format_seconds(sum(times.values())) for times in (found.forward, found.backward)]

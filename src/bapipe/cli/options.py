@@ -1,4 +1,5 @@
-"""Options whose names changed: the field's name is shown, and the old one keeps working without being shown."""
+"""Options that several commands share, and those whose names changed: the old name keeps working without being
+shown."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import click
 
 from bapipe.costs.optimizers import optimizer_text
+from bapipe.costs.profile_ways import Compiling
 from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import WORDS
 from bapipe.models.builtin import Argument
@@ -16,7 +18,9 @@ from bapipe.models.model_spec import HUGGING_FACE, parse_arguments
 __all__ = [
     "OLD_NAMES",
     "PRECISION_HELP",
+    "CompilingCommand",
     "RenamedOption",
+    "compile_option",
     "model_options",
     "optimizer_options",
     "read_model_arguments",
@@ -53,6 +57,40 @@ def renamed(name: str, *declarations: str, **attributes: Any) -> Callable[[Any],
     """`click.option` for a name in OLD_NAMES."""
     assert name in OLD_NAMES
     return click.option(name, *declarations, cls=RenamedOption, **attributes)
+
+
+_WAYS: dict[str, Compiling] = {"auto": "auto", "yes": True, "no": False}
+"""the values of --compile"""
+
+
+class CompilingCommand(click.Command):
+    """A command whose --compile may stand without a value, which means yes."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _with_value(args))
+
+
+def _with_value(args: list[str]) -> list[str]:
+    """The words of a command line with a value for --compile; what follows -- are no options."""
+    end = args.index("--") if "--" in args else len(args)
+    following = [*args, ""][1:]
+    return [
+        "--compile=yes" if index < end and (word, after in _WAYS) == ("--compile", False) else word
+        for index, (word, after) in enumerate(zip(args, following, strict=True))
+    ]
+
+
+def compile_option(text: str, *, default: str = "no") -> Callable[[Any], Any]:
+    """The option --compile of a `CompilingCommand`, as `Compiling`."""
+    return click.option(
+        "--compile",
+        "compiled",
+        type=click.Choice(list(_WAYS)),
+        default=default,
+        show_default=True,
+        callback=lambda _context, _option, value: _WAYS[value],
+        help=text,
+    )
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,14 @@ from typing import Any, cast
 import click
 
 from bapipe.cli.completion import complete_cluster, complete_model, complete_schedule
-from bapipe.cli.options import PRECISION_HELP, optimizer_options, read_optimizer, renamed
+from bapipe.cli.options import (
+    PRECISION_HELP,
+    CompilingCommand,
+    compile_option,
+    optimizer_options,
+    read_optimizer,
+    renamed,
+)
 from bapipe.cli.plan_values import flat_plan
 from bapipe.cli.values import plain_number
 from bapipe.costs.optimizers import OPTIMIZERS
@@ -30,7 +37,7 @@ from bapipe.units import format_bytes, format_seconds, parse_seconds, parse_shar
 __all__ = ["plan_command"]
 
 
-@click.command("plan")
+@click.command("plan", cls=CompilingCommand)
 @click.argument("model", shell_complete=complete_model)
 @click.option("--cluster", required=True, shell_complete=complete_cluster,
               help="TOML file, or a shorthand such as 4xv100 or 2xa100+2xv100.")  # fmt: skip
@@ -72,8 +79,8 @@ __all__ = ["plan_command"]
               "by number, such as 0-3,7: auto|never|stages|layers|always|0-3,7.")  # fmt: skip
 @click.option("--dataset-size", type=int, help="Samples per epoch: prints the epoch's time.")
 @click.option("--split-layers", is_flag=True, help="Let neighbouring stages share a layer by channels.")
-@click.option("--compile", "compiled", is_flag=True,
-              help="Stages run as torch.compile makes them, as those of a profile with --compile do.")  # fmt: skip
+@compile_option("Stages run as torch.compile makes them; auto: as the profile was measured, and as is faster "
+                "where it has both.", default="auto")  # fmt: skip
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="An assumption of the FPGA model, such as "
               "allocation=fluid; --explain lists them.")  # fmt: skip
 @click.option("--explain", is_flag=True, help="Show the paper's exploration step by step.")
@@ -175,7 +182,13 @@ def _raced(found: Exploration, options: dict[str, Any]) -> Plan:
         return make_plan(found)
     if not options["as_json"]:
         print_race(result)
-    return with_measured_time(result.best, found.profile)
+    return with_measured_time(result.best, _profile_of(found, result.best.plan))
+
+
+def _profile_of(found: Exploration, plan: Plan) -> Profile:
+    """The costs of the way that the plan's stages run."""
+    other = found.other_way
+    return found.profile if other is None or plan.compiled == found.compiled else other.profile
 
 
 def _request(options: dict[str, Any]) -> Request:
@@ -207,10 +220,13 @@ def _print(plan: Plan, found: Exploration, options: dict[str, Any]) -> None:
     from bapipe.reporting.terminal.console import terminal
     from bapipe.reporting.terminal.plan_table import render_plan, render_steps
     from bapipe.reporting.terminal.timeline_text import render_text
+    from bapipe.reporting.terminal.way_table import render_ways
 
     console = terminal()
     console.print(render_plan(plan))
     if options["explain"]:
+        if found.other_way is not None:
+            console.print(render_ways(found))
         console.print(render_steps(found.paper_steps))
     timeline, title, copies = found.best.timeline, None, found.best.candidate.copies
     if copies > 1:

@@ -33,6 +33,7 @@ def flat_plan(plan: Plan, *, dataset_size: int | None) -> dict[str, Any]:
         "model": plan.model.name,
         "engine": plan.engine,
         "zero_stage": plan.zero_stage,
+        "compiled": plan.compiled,
         "alternatives": [dataclasses.asdict(alternative) for alternative in plan.alternatives],
         "notes": list(plan.notes),
     }

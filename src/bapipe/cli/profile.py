@@ -13,6 +13,8 @@ from bapipe.cli.cluster_detect import detect_command
 from bapipe.cli.cluster_show import show_command
 from bapipe.cli.options import (
     PRECISION_HELP,
+    CompilingCommand,
+    compile_option,
     model_options,
     optimizer_options,
     read_model_arguments,
@@ -24,6 +26,7 @@ from bapipe.cli.values import Counts, Numbers
 from bapipe.costs.profile import CostTable, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
 from bapipe.costs.profile_mix import mixed_profile
+from bapipe.costs.profile_ways import has_both_ways, of_way
 from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import DEFAULT_PRECISION
 from bapipe.hardware.transport_names import TRANSPORTS
@@ -49,7 +52,7 @@ _LOAD_SIZE = 16
 """largest micro-batch with which other slices or ranks train meanwhile"""
 
 
-@click.command("profile")
+@click.command("profile", cls=CompilingCommand)
 @click.argument("model", required=False)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @renamed("--micro-batch", "microbatches", type=Counts(), default="1,2,4,8", show_default=True, help="Sizes.")
@@ -70,7 +73,7 @@ _LOAD_SIZE = 16
     "--threads", type=int, default=1, show_default=True, help="Of a CPU rank; a run gives each rank as many."
 )
 @click.option("--calibrate", is_flag=True, help="Scale the layers to the whole step; the profile says so.")
-@click.option("--compile", "compiled", is_flag=True, help="Measure layers as torch.compile makes them.")
+@compile_option("Measure layers as torch.compile makes them; auto: both ways, for plans that take the faster one.")
 @click.option(
     "--parts",
     is_flag=True,
@@ -130,7 +133,7 @@ def profile_command(model: str | None, **options: Any) -> None:
     if options["out"]:
         write_profile(found.profile, options["out"])
     if options["details"]:
-        write_text(options["details"], dump_json(found.measured))
+        write_text(options["details"], dump_json(_details(found)))
     _print(found, options["out"])
     gc.freeze()  # or the interpreter looks through all that torch and the capture made before it ends
     if not found.complete:
@@ -187,7 +190,7 @@ def _beside(
         precision=options["precision"],
         microbatch=_load_size(options),
         threads=options["threads"],
-        compiled=options["compiled"],
+        compiled=options["compiled"] is True,
     )
 
 
@@ -231,12 +234,19 @@ def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> I
             arguments,
             precision=options["precision"],
             microbatch=_load_size(options),
-            compiled=options["compiled"],
+            compiled=options["compiled"] is True,
         ) as load:
             yield load
     finally:
         if before is None:
             click.echo("the MPS daemon still runs; end it with bapipe slices stop", err=True)
+
+
+def _details(found: Profiled) -> Any:
+    """Everything that was measured; of layers as captured and compiled, both."""
+    if found.measured_compiled is None:
+        return found.measured
+    return {"captured": found.measured, "compiled": found.measured_compiled}
 
 
 def _print(found: Profiled, out: str | None) -> None:
@@ -268,11 +278,32 @@ def _print(found: Profiled, out: str | None) -> None:
     _print_agreement(found.measured)
     if costs.not_fitting:
         console.print("ran out of memory at micro-batch " + ", ".join(str(size) for size in costs.not_fitting))
-    for note in found.measured.notes:
-        console.print(note)
+    for note in (*found.measured.notes, *_compiled_lines(found), *found.notes):
+        console.print(note, soft_wrap=True)
     console.print(f"took: {found.phases}", soft_wrap=True)
     if out:
         console.print(f"wrote {out}", soft_wrap=True)
+
+
+def _compiled_lines(found: Profiled) -> Iterator[str]:
+    """What all layers take compiled beside what they take as captured, a line for each micro-batch."""
+    if not has_both_ways(found.profile):
+        return
+    captured, compiled = (of_way(found.profile, compiled=way) for way in (False, True))
+    name, table = next(iter(compiled.accelerators.items()))
+    for size in table.microbatches:
+        if size in captured.table(name).microbatches:
+            before, after = (own.at(name, size) for own in (captured, compiled))
+            layers = [float((own.forward + own.backward).sum()) for own in (before, after)]
+            parting = [float(own.parting.sum()) for own in (before, after)]
+            yield (
+                f"compiled, micro-batch {size}: layers take {format_seconds(layers[1])}, as captured "
+                f"{format_seconds(layers[0])}; a split backward adds {format_seconds(parting[1])}, as captured "
+                f"{format_seconds(parting[0])}"
+            )
+    if "compile" in found.phases.seconds:
+        seconds = format_seconds(found.phases.seconds["compile"])
+        yield f"compiling took {seconds}, which a run spends once, before its first step, and no plan counts"
 
 
 def _part_cells(costs: CostTable, row: int, index: int) -> list[str]:

@@ -105,6 +105,7 @@ def _profile(plan: Plan, model: str | None) -> Profile | None:
 
     A profile found without being named is used only if it is the plan's own to the last bit.
     """
+    from bapipe.costs.profile_ways import of_way
     from bapipe.costs.resolve_model import load_profile
     from bapipe.errors import BaPipeError
     from bapipe.models.builtin import is_builtin
@@ -125,7 +126,7 @@ def _profile(plan: Plan, model: str | None) -> Profile | None:
             raise
         if profile.hash == plan.profile_hash:
             return profile
-    return profile if model is not None else None
+    return of_way(profile, compiled=plan.compiled) if model is not None else None
 
 
 def _steps(plan: Plan, profile: Profile | None) -> tuple[Step, ...]:

@@ -49,7 +49,7 @@ def _tied_copies(chain: Chain, each: Floats, first: int, end: int) -> dict[int, 
     own, found = slice(first, end + 1), dict[int, Floats]()
     tied, bytes_ = chain.tied_to[own], chain.tied_bytes[own]
     layers = _layers(chain)
-    for holder in np.unique(tied[(tied >= 0) & (tied < layers[first])]).tolist():
+    for holder in sorted(set(tied[(tied >= 0) & (tied < layers[first])].tolist())):
         units = layers == holder
         weights = float(chain.weight_bytes[units].sum())
         # Several layers of the stage that share the same have one copy.
@@ -66,11 +66,14 @@ def _tied_copies(chain: Chain, each: Floats, first: int, end: int) -> dict[int, 
 def _weights(chain: Chain, each: Floats, first: int, end: int) -> Floats:
     """Bytes that go with the weights, by last unit: `each` unit's, and the rest of a layer of which every part
     holds all weights."""
+    own, sums = slice(first, end + 1), np.cumsum(each[first : end + 1])
+    if not _shares_weights(chain):
+        return sums
     before, after = missing_shares(chain)
-    own, weights = slice(first, end + 1), chain.weight_bytes
+    weights = chain.weight_bytes
     shared = chain.shared_weight_bytes * np.divide(each, weights, out=np.zeros_like(each), where=weights > 0)
     more = before[first] * shared[first] + after[own] * shared[own]
-    return np.asarray(np.cumsum(each[own]) + more, dtype=np.float64)
+    return np.asarray(sums + more, dtype=np.float64)
 
 
 def copies_on_the_same_rank(
@@ -96,6 +99,12 @@ def copies_on_the_same_rank(
                 for name, each in rows.items()
             }
     return found
+
+
+@functools.lru_cache(maxsize=16)
+def _shares_weights(chain: Chain) -> bool:
+    """Whether every part of some layer holds weights of all of it."""
+    return bool((chain.shared_weight_bytes > 0).any())
 
 
 @functools.lru_cache(maxsize=16)

@@ -83,13 +83,10 @@ def rank_peaks(
         [item.kept for item in needed],
         [item.delayed for item in needed],
     )
-    orders = [timeline.compute_of(rank) for rank in range(schedule.num_ranks)]
-    follow = [phases_known and len(own) > 0 and len(set(timeline.lanes[own].tolist())) == 1 for own in orders]
-    activations = [] if all(follow) else timeline.peak_bytes_by_rank(*parts)
-    change, besides = timeline.activation_changes(np.array(parts[0]), *parts[1:]), _besides(needed)
-    consumers = timeline.consumers()
+    moments = _fullest_moments(schedule, timeline, needed) if phases_known else [None] * schedule.num_ranks
+    activations = timeline.peak_bytes_by_rank(*parts) if None in moments else []
     peaks = []
-    for rank, own in enumerate(orders):
+    for rank, moment in enumerate(moments):
         stages = schedule.stages_of(rank)
         trained, sent = (
             sum(values) for values in zip(*((needed[s].trained, sending[s]) for s in stages), strict=True)
@@ -103,12 +100,9 @@ def rank_peaks(
             buffers=sent,
             workspace=sum((stepping[stage] - held[stage]) * needed[stage].trained for stage in stages),
         )
-        if follow[rank]:
-            waiting = _waiting(timeline, rank, own, consumers, needed)
-            followed = _followed(timeline, own, needed, change, besides, always=not schedule.flushes)
-            at = int((followed.sum(axis=0) + waiting).argmax())
-            inflight, workspace, gradients = followed[:, at].tolist()
-            if inflight + workspace + gradients + float(waiting[at]) + casts > most.workspace:
+        if moment is not None:
+            inflight, workspace, gradients, waiting = moment
+            if inflight + workspace + gradients + waiting + casts > most.workspace:
                 # A first backward that needs less than the gradients it has yet to make.
                 gradients += trained + min(0.0, workspace)
                 most = replace(
@@ -116,7 +110,7 @@ def rank_peaks(
                     weights=most.weights + casts,
                     activations=inflight,
                     gradients=gradients,
-                    buffers=sent + float(waiting[at]),
+                    buffers=sent + waiting,
                     workspace=max(0.0, workspace),
                 )
         else:
@@ -129,6 +123,30 @@ def rank_peaks(
             )
         peaks.append(most)
     return peaks
+
+
+def _fullest_moments(
+    schedule: Schedule, timeline: Timeline, needed: Sequence[StageBytes]
+) -> list[tuple[float, float, float, float] | None]:
+    """Of each rank, during the action when it holds most: its saved activations, the action's workspace, the
+    gradients that are not there yet (below 0), and messages that came for later; None for a rank with several
+    lanes or nothing to do, whose actions are not followed."""
+    orders = timeline.compute_by_rank()
+    saved, kept, delayed = zip(
+        *((item.saved_activations, item.kept, item.delayed) for item in needed), strict=True
+    )
+    change, besides = timeline.activation_changes(np.array(saved), kept, delayed), _besides(needed)
+    found = list[tuple[float, float, float, float] | None]()
+    for own, coming in zip(orders, _coming(timeline, orders), strict=True):
+        if not len(own) or (timeline.lanes[own] != timeline.lanes[own[0]]).any():
+            found.append(None)
+            continue
+        waiting = _waiting(timeline, own, coming, needed)
+        followed = _followed(timeline, own, needed, change, besides, always=not schedule.flushes)
+        at = int((followed.sum(axis=0) + waiting).argmax())
+        inflight, workspace, gradients = followed[:, at].tolist()
+        found.append((inflight, workspace, gradients, float(waiting[at])))
+    return found
 
 
 def message_bytes(schedule: Schedule, needed: Sequence[StageBytes]) -> list[float]:
@@ -198,19 +216,26 @@ def _followed(
     return np.stack([inflight, workspace, missing])
 
 
-def _waiting(timeline: Timeline, rank: int, own: Ints, consumers: Ints, needed: Sequence[StageBytes]) -> Floats:
+def _coming(timeline: Timeline, orders: Sequence[Ints]) -> list[tuple[Ints, Ints]]:
+    """For each rank the transfers that come to it, in the order in which its actions take them, and the places of
+    these among the rank's actions, `orders`."""
+    consumers = timeline.consumers()
+    transfers = np.flatnonzero(consumers >= 0)
+    feeding = np.full(len(timeline.kinds), -1)
+    feeding[consumers[transfers]] = transfers  # one at most for each action
+    fed = [feeding[own] for own in orders]
+    return [(own[own >= 0], np.flatnonzero(own >= 0)) for own in fed]
+
+
+def _waiting(timeline: Timeline, own: Ints, coming: tuple[Ints, Ints], needed: Sequence[StageBytes]) -> Floats:
     """For each of a rank's actions, `own`, bytes of messages that come before it ends, for a later one."""
-    transfers = timeline.transfers
-    coming = np.flatnonzero((transfers.to_rank == rank) & (consumers >= 0))
-    place = np.zeros(len(timeline.kinds), np.int64)
-    place[own] = np.arange(len(own))
-    coming = coming[np.argsort(place[consumers[coming]], kind="stable")]
-    taken, source = place[consumers[coming]], transfers.source[coming]
+    transfers, (coming_ones, taken) = timeline.transfers, coming
+    source = transfers.source[coming_ones]
     kinds = timeline.kinds[source]
     sizes = np.array([(item.answered, item.sent) for item in needed])
     size = sizes[timeline.stages[source], (kinds == Kind.F).astype(np.int64)]
     wires = timeline.ranks[source] * len(Kind) + kinds
-    there = _there(transfers.arrival[coming], timeline.start[own][taken], wires)
+    there = _there(transfers.arrival[coming_ones], timeline.start[own][taken], wires)
     order = np.argsort(there, kind="stable")
     came = np.concatenate([[0.0], np.cumsum(size[order])])
     gone = np.concatenate([[0.0], np.cumsum(size)])

@@ -12,7 +12,7 @@ from bapipe.costs.fields import COST_FIELDS, CostArrays, CostTable, Floats, Like
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.precision import find_precision
 from bapipe.io.amounts import require_amounts
-from bapipe.io.files import content_hash, dump_json, read_versioned, write_text
+from bapipe.io.files import content_hash, dump_json, read_versioned, unless_default, write_text
 from bapipe.models.layers import ModelRef, Split
 
 __all__ = [
@@ -68,6 +68,9 @@ class Profile:
     """bytes of one sample into the first layer"""
     compiled: bool = False
     """whether the layers were measured compiled"""
+    compiled_accelerators: dict[str, CostTable] | None = unless_default(None)  # noqa: RUF009 (a field)
+    """costs of the same layers compiled, by accelerator type, where `accelerators` has those of the layers as
+    captured and both were measured (`bapipe.costs.profile_ways`)"""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -76,12 +79,23 @@ class Profile:
             _require(
                 layer.weight_bytes >= 0 and layer.parameters >= 0, f"layer '{layer.name}'", "weights", "negative"
             )
-        for name, table in self.accelerators.items():
-            self._check_table(name, table)
+        for where, table in self.named_tables():
+            self._check_table(where, table)
+        compiled = self.compiled_accelerators
+        if compiled is not None and (self.compiled or not compiled or not compiled.keys() <= {*self.accelerators}):
+            raise BaPipeError(
+                f"the profile of {self.model.name} has compiled costs of types without costs as captured; profile "
+                "the model again with --compile auto"
+            )
 
-    def _check_table(self, name: str, table: CostTable) -> None:
+    def named_tables(self) -> list[tuple[str, CostTable]]:
+        """Every table of costs, and what messages call it."""
+        own = [(f"accelerator '{name[:60]}'", table) for name, table in self.accelerators.items()]
+        others = (self.compiled_accelerators or {}).items()
+        return own + [(f"accelerator '{name[:60]}' compiled", table) for name, table in others]
+
+    def _check_table(self, where: str, table: CostTable) -> None:
         sizes = table.microbatches
-        where = f"accelerator '{name}'"
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
             raise BaPipeError(
                 f"{where}: microbatches must be increasing sizes of at least 1, got {list(sizes)[:8]}"
@@ -192,14 +206,14 @@ def _require_consistent(profile: Profile) -> None:
                 f"layer '{layer.name[:60]}' shares weights with '{other[:60]}', which is no layer"
                 f"{nearest(other, names)}; {todo}"
             )
-    for name, table in profile.accelerators.items():
-        require_amounts(table, where=f"accelerator '{name[:60]}'", todo=todo)
+    for where, table in profile.named_tables():
+        require_amounts(table, where=where, todo=todo)
         for layer, own, trained in zip(
             profile.layers, profile.weight_bytes.tolist(), table.trainable_bytes or (), strict=False
         ):
             _require(
                 trained <= own,
-                f"accelerator '{name[:60]}'",
+                where,
                 "trainable_bytes",
                 f"{trained:g} of {own:g} bytes of layer '{layer.name[:60]}'",
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 from bapipe.costs.fields import COST_FIELDS, CostField, CostTable, Like
 from bapipe.costs.profile import Profile
+from bapipe.costs.profile_ways import has_both_ways, join_ways, of_way
 from bapipe.errors import BaPipeError
 
 __all__ = ["merge_profiles", "require_same_model"]
@@ -18,10 +19,19 @@ def merge_profiles(profiles: Sequence[Profile], *, replace_older: bool = False) 
 
     All must be of the same model (fingerprint, where both have one; layer names, parameters and weights) and
     precision. Sizes of the same type measured apart are joined if they do not overlap; where they do,
-    `replace_older` lets the later profile's figures win, else that is refused.
+    `replace_older` lets the later profile's figures win, else that is refused. Costs as captured and compiled are
+    merged each by themselves, where profiles have both.
     """
     if not profiles:
         raise BaPipeError("there is nothing to merge; give at least one profile")
+    merged = _merged_one_way([of_way(item, compiled=False) for item in profiles], replace_older=replace_older)
+    compiled = [of_way(item, compiled=True) for item in profiles if has_both_ways(item)]
+    if not compiled:
+        return merged
+    return join_ways(merged, _merged_one_way(compiled, replace_older=replace_older))
+
+
+def _merged_one_way(profiles: Sequence[Profile], *, replace_older: bool) -> Profile:
     first = profiles[0]
     accelerators = dict(first.accelerators)
     for other in profiles[1:]:

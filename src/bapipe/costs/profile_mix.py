@@ -11,6 +11,7 @@ import numpy as np
 from bapipe.costs.fields import COST_FIELDS, CostTable
 from bapipe.costs.profile import Profile
 from bapipe.costs.profile_merge import require_same_model
+from bapipe.costs.profile_ways import has_both_ways, join_ways, of_way
 from bapipe.errors import BaPipeError
 
 __all__ = ["mixed_profile"]
@@ -24,8 +25,16 @@ def mixed_profile(profiles: Sequence[Profile], shares: Sequence[float]) -> Profi
 
     Seconds, and bytes that cross a cut, are means, so that a plan of it is made, and its time predicted, for a
     batch of mean cost; memory is the most that any of them needs. The model is that of the profile with most
-    activations, which every other size fits in.
+    activations, which every other size fits in. Layers as captured and compiled are mixed each by themselves,
+    where all profiles have both.
     """
+    captured = _mixed_one_way([of_way(item, compiled=False) for item in profiles], shares)
+    if not all(map(has_both_ways, profiles)):
+        return captured
+    return join_ways(captured, _mixed_one_way([of_way(item, compiled=True) for item in profiles], shares))
+
+
+def _mixed_one_way(profiles: Sequence[Profile], shares: Sequence[float]) -> Profile:
     if len(profiles) != len(shares) or not profiles or min(shares) < 0 or not sum(shares) > 0:
         raise BaPipeError(
             f"a mix has a share of at least 0 for each of its {len(profiles)} profiles, got "

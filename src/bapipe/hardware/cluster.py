@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.io.amounts import require_amounts
@@ -206,7 +210,7 @@ class CollectiveRates:
         return CollectiveRates(**{name: rate / factor for name, rate in self.known.items()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Accelerators and what connects them."""
 
@@ -264,6 +268,10 @@ class Cluster:
             )
         _require_levels(self)
 
+    def __hash__(self) -> int:
+        """Quickly: clusters that are compared are mostly one and the same."""
+        return hash((self.name, len(self.accelerators)))
+
     def __len__(self) -> int:
         return len(self.accelerators)
 
@@ -305,9 +313,14 @@ class Cluster:
 
     def place(self, index: int) -> tuple[str, ...]:
         """The groups of an accelerator, the largest first, its node among them."""
-        item = self.accelerators[index]
+        return self._places[index]
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[str, ...]]:
         inside = sum(level.over == "accelerators" for level in self.levels)
-        return (*item.groups[inside:][::-1], item.node, *item.groups[:inside][::-1])
+        return [
+            (*item.groups[inside:][::-1], item.node, *item.groups[:inside][::-1]) for item in self.accelerators
+        ]
 
     def with_links(self, changed: Callable[[Link], Link]) -> Cluster:
         """The cluster with every link as `changed` makes it; a collective's, bus's or uplink's rate stays."""
@@ -337,6 +350,19 @@ class Cluster:
             least = min((uplink.bandwidth for _, uplink in self.uplinks(first, second)), default=link.bandwidth)
             return link if least >= link.bandwidth else replace(link, bandwidth=least)
         return link
+
+    @functools.cached_property
+    def link_figures(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[accelerator, accelerator] seconds per byte, and of latency, of their link; 0 where there is none.
+
+        Made once. Quadratic in the accelerators.
+        """
+        rate, latency = np.zeros((2, len(self), len(self)))
+        for ends in itertools.permutations(range(len(self)), 2):
+            if self.connected(*ends):
+                link = self.link(*ends)
+                rate[ends], latency[ends] = 1 / link.bandwidth, link.latency
+        return rate, latency
 
     def link_name(self, first: int, second: int) -> str:
         """What the link between two accelerators is called: "within", "between", a level's name, or a pair."""

@@ -9,6 +9,7 @@ from typing import Literal
 from bapipe.costs.optimizers import same_step
 from bapipe.costs.peak_memory import message_bytes
 from bapipe.costs.profile import ProfiledLayer
+from bapipe.costs.profile_ways import way_words
 from bapipe.costs.recomputed_layers import repeated_forward
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_time import stage_seconds
@@ -18,6 +19,7 @@ from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.fsdp_events import units_of
 from bapipe.planner.idle_accelerators import idle_note
 from bapipe.planner.search import Exploration
+from bapipe.planner.ways import other_may_be_faster, way_note
 from bapipe.records.plan import (
     Alternative,
     LayerPart,
@@ -66,7 +68,7 @@ def make_plan(found: Exploration) -> Plan:
         ),
         alternatives=_alternatives(found),
         notes=_notes(found),
-        compiled=found.profile.compiled or found.request.compiled,
+        compiled=found.compiled,
         zero_stage=int(best.candidate.zero),
         engine=best.candidate.engine,
         units=_units(best),
@@ -96,7 +98,7 @@ def _kind(evaluation: Evaluation) -> Literal["pipeline", "data-parallel", "hybri
 
 def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
     chain, cluster = best.candidate.chain, found.hardware.cluster
-    stages, parted = [], best.schedule.parted_stages()
+    stages, parted, inflight = [], best.schedule.parted_stages(), best.inflight
     messages = message_bytes(best.schedule, best.stage_bytes)
     seconds = best.stage_seconds
     for index, choice in enumerate(best.candidate.stages):
@@ -128,7 +130,7 @@ def _stages(best: Evaluation, found: Exploration) -> tuple[PlanStage, ...]:
                 trainable_bytes=None if needed.trained == needed.weights else needed.trained,
                 memory_bytes=best.memory[index],
                 memory_capacity=best.capacity[index],
-                in_flight=best.inflight[index],
+                in_flight=inflight[index],
                 saved_bytes=needed.saved_activations,
                 kept_bytes=needed.kept,
                 delayed_bytes=needed.delayed if index in parted else None,
@@ -214,7 +216,7 @@ def _fractions(chain: Chain, first: int, last: int) -> tuple[LayerPart, ...]:
 
 def _alternatives(found: Exploration) -> tuple[Alternative, ...]:
     best, as_fast = found.best, found.tuning.as_fast
-    alternatives = []
+    alternatives = [] if found.other_way is None else [_other_way(found, found.other_way)]
     for evaluation in found.considered:
         if evaluation is best:
             continue
@@ -258,6 +260,24 @@ def _alternatives(found: Exploration) -> tuple[Alternative, ...]:
                 Alternative(name=estimate.name, time=estimate.time, memory_bytes=estimate.memory, reason=reason)
             )
     return tuple(alternatives)
+
+
+def _other_way(found: Exploration, other: Exploration) -> Alternative:
+    """The best plan with stages compiled where the plan's run as captured, or the reverse."""
+    best = other.best
+    low, high = _range(other, best)
+    level = found.tuning.as_fast
+    pace = _pace(found.best.throughput / best.throughput - 1, level)
+    return Alternative(
+        name=f"{way_words(compiled=other.compiled)}: {best.candidate.label}, micro-batch "
+        f"{best.candidate.chain.microbatch}",
+        time=best.time,
+        memory_bytes=max(best.memory),
+        reason=f"{'within error of the best' if other_may_be_faster(found) and low is not None else pace}; "
+        f"{_cause(best)}",
+        low=low,
+        high=high,
+    )
 
 
 def _pace(slower: float, as_fast: float) -> str:
@@ -322,8 +342,15 @@ def _notes(found: Exploration) -> tuple[str, ...]:
         notes.append(
             f"times are {chain.source}, not measured: profile the model on {types} for figures to rely on"
         )
-    if found.request.compiled and not found.profile.compiled:
+    way = way_note(found)
+    if way is not None:
+        notes.append(way)
+    if found.compiled and not found.profile.compiled:
         notes.append("stages run compiled, times are of layers that are not: profile with --compile for their own")
+    if found.profile.compiled and not found.compiled:
+        notes.append(
+            "stages run as captured, times are of compiled layers: profile without --compile for their own"
+        )
     ends = [chain.units[stage.last] for stage in found.best.candidate.stages]
     if any(unit.stop < unit.of for unit in ends):
         unknown = [name for name in chain.types if found.profile.table(name).part_forward is None]

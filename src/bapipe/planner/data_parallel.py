@@ -9,7 +9,7 @@ from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import stage_seconds
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.candidate_costs import DDP_BUCKET
-from bapipe.planner.gradient_rings import all_reduce_time
+from bapipe.planner.gradient_rings import all_reduce
 from bapipe.planner.stage_dealing import dealing_by_speed, dealt_words
 from bapipe.schedule.generators import capped
 
@@ -81,17 +81,13 @@ def analytic_alternatives(chain: Chain, hardware: Hardware, microbatches: int) -
     capacity = min(cluster.type_of(index).memory for index in members)
     state = hardware.static_copies() - 2
     each = -(-microbatches // count)
-    reduce = all_reduce_time(cluster, members, trained)
+    ring = all_reduce(cluster, members)
+    reduce = ring.seconds(trained)
     largest = float(units.weights.max())
-    exposed = max(all_reduce_time(cluster, members, min(DDP_BUCKET, trained)), reduce - backward)
-    gathers = (all_reduce_time(cluster, members, weights) + 0.5 * reduce) * each
-    # Layers are often alike, and each all-reduce looks at every accelerator.
-    summed = {
-        size: all_reduce_time(cluster, members, size)
-        for size in {*chain.boundary_forward.tolist(), *chain.boundary_backward.tolist()}
-    }
+    exposed = max(ring.seconds(min(DDP_BUCKET, trained)), reduce - backward)
+    gathers = (ring.seconds(weights) + 0.5 * reduce) * each
     boundary = sum(
-        summed[float(forward)] + summed[float(back)]
+        ring.seconds(float(forward)) + ring.seconds(float(back))
         for forward, back in zip(chain.boundary_forward, chain.boundary_backward, strict=True)
     )
 
@@ -108,7 +104,7 @@ def analytic_alternatives(chain: Chain, hardware: Hardware, microbatches: int) -
         ),
         Estimate(
             name="FSDP (by formula)",
-            time=max(each * whole, gathers) + all_reduce_time(cluster, members, largest) + update / count,
+            time=max(each * whole, gathers) + ring.seconds(largest) + update / count,
             memory=memory((2 + state) / count, 1 / count) + 2 * largest,
             capacity=capacity,
         ),

@@ -39,8 +39,6 @@ class Evaluation:
     rank_peaks: tuple[PeakBytes, ...]
     """on every rank of the schedule"""
     capacity: tuple[float, ...]
-    inflight: tuple[float, ...]
-    """in-flight micro-batches per replica of each stage, at most"""
     stage_seconds: StageSeconds
     """what each stage takes per micro-batch"""
     stage_bytes: tuple[StageBytes, ...]
@@ -56,6 +54,16 @@ class Evaluation:
     def memory(self) -> tuple[float, ...]:
         """Peak bytes of each stage's accelerators."""
         return tuple(peak.total for peak in self.peaks)
+
+    @property
+    def inflight(self) -> tuple[float, ...]:
+        """In-flight micro-batches of the replica of each stage that has most. Linear in the actions."""
+        schedule, timeline = self.schedule, self.timeline
+        if schedule.dealing is not None:
+            held = timeline.peak_in_flight_by_rank()
+            return tuple(float(max(held[rank] for rank in ranks)) for ranks in schedule.placement)
+        both = zip(timeline.peak_in_flight(), schedule.placement, strict=True)
+        return tuple(float(-(-count // len(ranks))) for count, ranks in both)
 
     @property
     def overhead(self) -> float:
@@ -120,7 +128,6 @@ def evaluate(candidate: Candidate, hardware: Hardware) -> Evaluation:
         peaks=tuple(fullest),
         rank_peaks=tuple(peaks),
         capacity=tuple(capacity),
-        inflight=_inflight(schedule, timeline),
         stage_seconds=seconds,
         stage_bytes=tuple(needed),
         crowding=crowding,
@@ -143,12 +150,3 @@ def _engine_peak(candidate: Candidate, hardware: Hardware, needed: StageBytes) -
         gloo=not on_gpus(hardware.cluster, members),
     )
     return PeakBytes(**parts)
-
-
-def _inflight(schedule: Schedule, timeline: Timeline) -> tuple[float, ...]:
-    """In-flight micro-batches of the replica of each stage that has most."""
-    if schedule.dealing is not None:
-        held = timeline.peak_in_flight_by_rank()
-        return tuple(float(max(held[rank] for rank in ranks)) for ranks in schedule.placement)
-    both = zip(timeline.peak_in_flight(), schedule.placement, strict=True)
-    return tuple(float(-(-count // len(ranks))) for count, ranks in both)

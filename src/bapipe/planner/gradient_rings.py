@@ -6,19 +6,23 @@ cluster has a measured rate of one of them, or of sums in buckets, that one coun
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bapipe.hardware.cluster import Cluster, Link
 
 __all__ = [
+    "Collective",
+    "all_gather",
+    "all_reduce",
     "all_reduce_time",
-    "gather_time",
-    "gradient_sum_line",
+    "gradient_sum",
     "gradient_sum_time",
     "on_gpus",
-    "scatter_time",
+    "reduce_scatter",
     "shared_uplinks",
 ]
 
@@ -29,15 +33,63 @@ _MANY_BYTES = 1e12
 _ALONE: Mapping[object, int] = {}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ring:
+    """So many accelerators, or groups of them, that each send to the next."""
+
+    count: int
+    bandwidth: float
+    latency: float
+
+    def seconds(self, size: float) -> float:
+        steps = 2 * (self.count - 1)
+        return steps / self.count * size / self.bandwidth + steps * self.latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A sum, a gather or a scatter among some accelerators, of however many bytes."""
+
+    ways: tuple[tuple[_Ring, ...], ...]
+    """rings one after another, of which the fastest way is taken; none where there is nothing to send"""
+    part: float = 1.0
+    """of the rings' time, which is that of an all-reduce"""
+
+    def seconds(self, size: float) -> float:
+        """Of so many bytes."""
+        found = math.inf if self.ways else 0.0
+        for rings in self.ways:
+            whole = 0.0
+            for ring in rings:
+                whole += ring.seconds(size)
+            found = min(found, whole)
+        return self.part * found
+
+    def seconds_if_any(self, size: float) -> float:
+        """The same, but where there are no bytes nothing is sent."""
+        return self.seconds(size) if size > 0 else 0.0
+
+    def line(self) -> tuple[float, float]:
+        """Seconds that it takes of any bytes, and what each byte adds."""
+        late = self.seconds(0.0)
+        return late, (self.seconds(_MANY_BYTES) - late) / _MANY_BYTES
+
+
 def all_reduce_time(
+    cluster: Cluster, members: tuple[int, ...], size: float, *, beside: Mapping[object, int] = _ALONE
+) -> float:
+    """Seconds of one all-reduce of `size` bytes, as `all_reduce` has it."""
+    return all_reduce(cluster, members, beside=beside).seconds(size)
+
+
+def all_reduce(
     cluster: Cluster,
     members: tuple[int, ...],
-    size: float,
     *,
     beside: Mapping[object, int] = _ALONE,
     rate: float | None = None,
-) -> float:
-    """Seconds of one all-reduce of `size` bytes among these accelerators, by index. Linear in their number.
+) -> Collective:
+    """One all-reduce among these accelerators, by index. Linear in their number.
 
     A ring takes 2(r−1)/r of the bytes over its slowest link, or at the collective's own rate, and 2(r−1) of its
     longest latency. Edges of the ring that cross one uplink share it; by levels the ring goes from group to group.
@@ -47,10 +99,22 @@ def all_reduce_time(
     libraries do not, are one ring. `beside` has uplinks that so many all-reduces cross at once (`shared_uplinks`).
     `rate` is that of the ring where it is known, else the cluster's rate of an all-reduce, if it has one.
     """
+    if len(members) < 2:
+        return Collective(ways=())
     rate = rate or cluster.collective_bandwidth
+    return _among(cluster, members, beside, rate) if beside else _alone(cluster, members, rate)
+
+
+@functools.lru_cache(maxsize=256)
+def _alone(cluster: Cluster, members: tuple[int, ...], rate: float | None) -> Collective:
+    """Searches ask for the same ones again and again."""
+    return _among(cluster, members, _ALONE, rate)
+
+
+def _among(
+    cluster: Cluster, members: tuple[int, ...], beside: Mapping[object, int], rate: float | None
+) -> Collective:
     count = len(members)
-    if count < 2:
-        return 0.0
     if cluster.levels:
         members = tuple(sorted(members, key=lambda index: (cluster.place(index), index)))
     edges = list(zip(members, (*members[1:], members[0]), strict=True))
@@ -63,10 +127,9 @@ def all_reduce_time(
             bandwidth = min(bandwidth, cluster.bus_bandwidth / count)
         if cluster.levels:
             bandwidth = min(bandwidth, _uplink_rate(cluster, edges, beside))
-    flat = _ring(count, size, bandwidth, max(link.latency for link in links))
-    if rate is not None:
-        return flat
-    return min(flat, (_by_levels if cluster.levels else _two_levels)(cluster, members, size, beside))
+    flat = _Ring(count=count, bandwidth=bandwidth, latency=max(link.latency for link in links))
+    levels = _by_levels(cluster, members, beside) if cluster.levels else _two_levels(cluster, members)
+    return Collective(ways=((flat,),) if levels is None else ((flat,), levels))
 
 
 def shared_uplinks(cluster: Cluster, groups: Iterable[Sequence[int]]) -> dict[object, int]:
@@ -83,47 +146,39 @@ def shared_uplinks(cluster: Cluster, groups: Iterable[Sequence[int]]) -> dict[ob
 def gradient_sum_time(
     cluster: Cluster, members: tuple[int, ...], gradients: float, *, beside: Mapping[object, int] = _ALONE
 ) -> float:
-    """Seconds to sum so many bytes of gradients of replicas, in buckets; where all is frozen nothing is sent."""
-    if gradients <= 0:
-        return 0.0
-    return all_reduce_time(cluster, members, gradients, beside=beside, rate=cluster.collective_rates.buckets)
+    """Seconds to sum so many bytes of gradients of replicas; where all is frozen nothing is sent."""
+    return gradient_sum(cluster, members, beside=beside).seconds_if_any(gradients)
 
 
-def gradient_sum_line(cluster: Cluster, members: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds that a sum of any gradients takes, and what each byte of them adds."""
-    rate = cluster.collective_rates.buckets
-    late = all_reduce_time(cluster, members, 0.0, rate=rate)
-    return late, (all_reduce_time(cluster, members, _MANY_BYTES, rate=rate) - late) / _MANY_BYTES
+def gradient_sum(
+    cluster: Cluster, members: tuple[int, ...], *, beside: Mapping[object, int] = _ALONE
+) -> Collective:
+    """The sum of the gradients of replicas, in buckets."""
+    return all_reduce(cluster, members, beside=beside, rate=cluster.collective_rates.buckets)
+
+
+def all_gather(cluster: Cluster, members: tuple[int, ...]) -> Collective:
+    """An all-gather, of the bytes that each has afterwards."""
+    return replace(all_reduce(cluster, members, rate=cluster.collective_rates.gather), part=0.5)
+
+
+def reduce_scatter(
+    cluster: Cluster, members: tuple[int, ...], *, beside: Mapping[object, int] = _ALONE
+) -> Collective:
+    """A reduce-scatter, of the bytes that each has before.
+
+    Where its rate is not known it is taken to be as fast as sums, but gloo makes a whole all-reduce of it.
+    """
+    rate = cluster.collective_rates.scatter
+    if rate is not None:
+        return replace(all_reduce(cluster, members, beside=beside, rate=rate), part=0.5)
+    part = 0.5 if on_gpus(cluster, members) else 1.0
+    return replace(gradient_sum(cluster, members, beside=beside), part=part)
 
 
 def on_gpus(cluster: Cluster, members: Sequence[int]) -> bool:
     """Whether collectives run beside the compute, by NCCL; else they go by gloo and are waited for."""
     return all(cluster.type_of(index).kind == "gpu" for index in members)
-
-
-def gather_time(cluster: Cluster, members: tuple[int, ...], size: float) -> float:
-    """Seconds of an all-gather after which each has so many bytes."""
-    if size <= 0:
-        return 0.0
-    return 0.5 * all_reduce_time(cluster, members, size, rate=cluster.collective_rates.gather)
-
-
-def scatter_time(
-    cluster: Cluster, members: tuple[int, ...], gradients: float, *, beside: Mapping[object, int] = _ALONE
-) -> float:
-    """Seconds of a reduce-scatter of so many bytes of gradients; where all is frozen nothing is sent.
-
-    Where its rate is not known it is taken to be as fast as sums, but gloo makes a whole all-reduce of it.
-    """
-    rate = cluster.collective_rates.scatter
-    if rate is not None and gradients > 0:
-        return 0.5 * all_reduce_time(cluster, members, gradients, beside=beside, rate=rate)
-    part = 0.5 if on_gpus(cluster, members) else 1.0
-    return part * gradient_sum_time(cluster, members, gradients, beside=beside)
-
-
-def _ring(count: int, size: float, bandwidth: float, latency: float) -> float:
-    return 2 * (count - 1) / count * size / bandwidth + 2 * (count - 1) * latency
 
 
 def _uplink_rate(cluster: Cluster, edges: Iterable[tuple[int, int]], beside: Mapping[object, int]) -> float:
@@ -148,45 +203,49 @@ def _levelled(cluster: Cluster, members: Sequence[int]) -> bool:
     return len(nodes) > _FEW_NODES and all(cluster.types[name].kind == "gpu" for name in kinds)
 
 
-def _two_levels(cluster: Cluster, members: tuple[int, ...], size: float, beside: Mapping[object, int]) -> float:
-    """Rings within nodes, then between them; infinite where the group is not of that kind."""
-    del beside  # without levels there are no uplinks
+def _two_levels(cluster: Cluster, members: tuple[int, ...]) -> tuple[_Ring, ...] | None:
+    """Rings within nodes, then between them; None where the group is not of that kind."""
     if not _levelled(cluster, members):
-        return math.inf
+        return None
     between, within = cluster.between, cluster.within
     assert between is not None
     nodes = Counter(cluster.accelerators[index].node for index in members)
     each = min(nodes.values())
     if each < 2 or max(nodes.values()) != each:
-        return math.inf
+        return None
     inside = _one_way(within)
     if cluster.bus_bandwidth is not None:
         inside = min(inside, cluster.bus_bandwidth / each)
-    return _ring(each, size, inside, within.latency) + _ring(len(nodes), size, _one_way(between), between.latency)
+    return (
+        _Ring(count=each, bandwidth=inside, latency=within.latency),
+        _Ring(count=len(nodes), bandwidth=_one_way(between), latency=between.latency),
+    )
 
 
-def _by_levels(cluster: Cluster, members: tuple[int, ...], size: float, beside: Mapping[object, int]) -> float:
-    """Rings within the smallest groups, then between them, and so on; infinite where groups are not alike."""
+def _by_levels(
+    cluster: Cluster, members: tuple[int, ...], beside: Mapping[object, int]
+) -> tuple[_Ring, ...] | None:
+    """Rings within the smallest groups, then between them, and so on; None where groups are not alike."""
     if not _levelled(cluster, members):
-        return math.inf
+        return None
     places = [(*cluster.place(index), index) for index in members]
-    seconds, around = 0.0, 1
+    rings, around = list[_Ring](), 1
     for depth in range(1, len(places[0]) + 1):
         groups = Counter(place[:depth] for place in places)
         parts = Counter(group[:-1] for group in groups)
         count = len(groups) // around
         if set(parts.values()) != {count} or len(set(groups.values())) > 1:
-            return math.inf
+            return None
         around = len(groups)
         if count > 1:
             each = len(members) // around
-            seconds += _between_groups(cluster, members, each, count, size, beside)
-    return seconds
+            rings.append(_between_groups(cluster, members, each, count, beside))
+    return tuple(rings)
 
 
 def _between_groups(
-    cluster: Cluster, members: Sequence[int], each: int, count: int, size: float, beside: Mapping[object, int]
-) -> float:
+    cluster: Cluster, members: Sequence[int], each: int, count: int, beside: Mapping[object, int]
+) -> _Ring:
     """A ring between so many neighbouring groups of `each` members, who all take part with their own links."""
     ends = members[0], members[each]
     link = cluster.link(*ends)
@@ -200,7 +259,7 @@ def _between_groups(
             bandwidth = min(bandwidth, rate * each / sharing / beside.get(key, 1))
     elif cluster.bus_bandwidth is not None and _one_node(cluster, ends):
         bandwidth = min(bandwidth, cluster.bus_bandwidth / (each * count))
-    return _ring(count, size, bandwidth, link.latency)
+    return _Ring(count=count, bandwidth=bandwidth, latency=link.latency)
 
 
 def _crosses(cluster: Cluster, key: tuple[object, ...], index: int) -> bool:

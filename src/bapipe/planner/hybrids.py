@@ -6,18 +6,18 @@ without replicas take longer than it says, replicated ones do not, so some of th
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from bapipe.costs.held_weights import stage_gradients
 from bapipe.costs.segments import Chain
-from bapipe.costs.stage_time import UnitSeconds
+from bapipe.costs.stage_time import UnitSeconds, stage_seconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
-from bapipe.planner.candidate_costs import seconds_of
 from bapipe.planner.fixed_partitions import dealt_stages
 from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
@@ -41,18 +41,33 @@ def balanced_hybrids(
     count = len(cluster)
     if len(chain.types) > 1 or cluster.topology == "chain":
         return []
+    made = list(_balanced_stages(chain, count, microbatches, tuning))
+    least = _least_seconds(chain, made, microbatches)
+    scored: list[tuple[float, int]] = []
+    for place in sorted(range(len(made)), key=least.__getitem__):
+        if scored and len(scored) >= tuning.hybrids_simulated and least[place] > scored[-1][0]:
+            break
+        longest = max(
+            gradient_sum_time(cluster, stage.accelerators, stage_gradients(chain, stage.first, stage.last))
+            for stage in made[place]
+        )
+        bisect.insort(scored, (least[place] + longest, place))
+        del scored[tuning.hybrids_simulated :]
+    return [(seconds, made[place]) for seconds, place in scored]
+
+
+def _balanced_stages(
+    chain: Chain, count: int, microbatches: int, tuning: Tuning
+) -> Iterator[tuple[StageChoice, ...]]:
+    """Stages of which each replica has about as much to do."""
     done = np.cumsum(UnitSeconds.of(chain).work[0])
-    scored: list[tuple[float, tuple[StageChoice, ...]]] = []
     for replicas in _shares(count, microbatches, tuning):
         wanted = np.cumsum(replicas)[:-1] / count * done[-1]
         near = np.searchsorted(done, wanted)
         for cuts in itertools.product(*([at - 1, at] for at in near.tolist())):
             if cuts[0] < 0 or cuts[-1] >= len(chain) - 1 or list(cuts) != sorted(set(cuts)):
                 continue
-            stages = dealt_stages([cut + 1 for cut in cuts], replicas, len(chain))
-            scored.append((_time(chain, hardware, stages, microbatches), stages))
-    scored.sort(key=lambda item: item[0])
-    return scored[: tuning.hybrids_simulated]
+            yield dealt_stages([cut + 1 for cut in cuts], replicas, len(chain))
 
 
 def _shares(count: int, microbatches: int, tuning: Tuning) -> Iterator[tuple[int, ...]]:
@@ -66,17 +81,17 @@ def _shares(count: int, microbatches: int, tuning: Tuning) -> Iterator[tuple[int
                 yield first, second, third
 
 
-def _time(chain: Chain, hardware: Hardware, stages: tuple[StageChoice, ...], microbatches: int) -> float:
-    """Seconds per global batch by the exact partition's formula (`exact_problem`), links taken as free."""
-    work: list[float] = seconds_of(chain, stages, hardware.cluster).work.tolist()
-    steady = max(
-        (-(-microbatches // len(stage.accelerators)) - 1) * own for stage, own in zip(stages, work, strict=True)
-    )
-    sums = [
-        gradient_sum_time(hardware.cluster, stage.accelerators, stage_gradients(chain, stage.first, stage.last))
-        for stage in stages
-    ]
-    return sum(work) + steady + max(sums)
+def _least_seconds(chain: Chain, plans: Sequence[tuple[StageChoice, ...]], microbatches: int) -> list[float]:
+    """Of each plan, seconds per global batch by the exact partition's formula (`exact_problem`), links taken as
+    free and all-reduces left out."""
+    spans = list(dict.fromkeys((stage.first, stage.last) for stages in plans for stage in stages))
+    work = dict(zip(spans, stage_seconds(chain, spans).work.tolist(), strict=True)) if spans else {}
+    found = []
+    for stages in plans:
+        own = [work[stage.first, stage.last] for stage in stages]
+        rounds = [-(-microbatches // len(stage.accelerators)) - 1 for stage in stages]
+        found.append(sum(own) + max(number * each for number, each in zip(rounds, own, strict=True)))
+    return found
 
 
 def numbers_of_copies(cluster: Cluster) -> list[int]:

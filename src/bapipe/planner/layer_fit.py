@@ -96,7 +96,7 @@ def _ranks(plain: Evaluation, hardware: Hardware) -> list[_Rank]:
     for index, stage in enumerate(candidate.stages):
         by_members.setdefault(stage.accelerators, []).append(index)
     needs: dict[int, UnitNeeds] = {}
-    found = []
+    found, inflight = [], plain.inflight
     for members, stages in by_members.items():
         rows = {chain.row(hardware.cluster.accelerators[index].type) for index in members}
         row = max(rows, key=lambda own: float(chain.forward[own].sum()))
@@ -104,7 +104,7 @@ def _ranks(plain: Evaluation, hardware: Hardware) -> list[_Rank]:
             Span(
                 first=candidate.stages[index].first,
                 last=candidate.stages[index].last,
-                inflight=max(1.0, plain.inflight[index]),
+                inflight=max(1.0, inflight[index]),
             )
             for index in stages
         )

@@ -6,8 +6,10 @@ where it begins and ends, which the tables here know.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,8 @@ __all__ = ["balanced_recomputing_cuts", "fitting_and_lightest_cuts"]
 
 Floats = NDArray[np.float64]
 Cuts = tuple[int, ...]
+_NOTHING = 1e-200
+"""bytes: so few that a stage which lacks any would spare many times as much"""
 
 
 def fitting_and_lightest_cuts(
@@ -32,8 +36,9 @@ def fitting_and_lightest_cuts(
     Cost: O(stages · units²).
     """
     stages = _stages(tables, hardware, accelerators, order)
-    lightest = _least_worst([need for need, _ in stages])
-    costs = [np.where(need <= 0, work, np.inf) for need, work in stages]
+    lightest = _least_worst([own.need for own in stages])
+    fitting = {id(own): np.where(own.need <= 0, own.work, np.inf) for own in stages}
+    costs = [fitting[id(own)] for own in stages]
     found = _least_worst(costs)
     return (found if np.isfinite(_worst(costs, found)) else None), lightest
 
@@ -50,65 +55,87 @@ def balanced_recomputing_cuts(
     chain, costs = tables.chain, []
     kept = np.minimum(chain.saved_activations, run_inputs(chain))
     sums = np.concatenate([[0.0], np.cumsum(chain.saved_activations - kept)])
-    spared = np.maximum(0.0, sums[None, 1:] - sums[:-1, None])
-    rows = [chain.row(hardware.cluster.type_of(index).name) for index in accelerators]
-    for stage, (need, work) in enumerate(_stages(tables, hardware, accelerators, order)):
+    spared = sums[1:, None] - sums[None, :-1]
+    spared[spared <= 0] = _NOTHING
+    for stage, own in enumerate(_stages(tables, hardware, accelerators, order)):
         count = min(order.inflight[stage], order.microbatches)
-        lacking = np.maximum(0.0, need)
-        share = np.divide(lacking, count * spared, out=np.full_like(need, np.inf), where=spared > 0)
-        share = np.where(lacking > 0, share, 0.0)
-        forward = tables.seconds(frozenset({rows[stage]})).forward
-        repeated = work + np.where(share <= 1, share, 0.0) * forward
-        costs.append(np.where(share <= 1, max(order.taken(stage)) * repeated, np.inf))
+        share = np.maximum(0.0, own.need) / (count * spared)
+        with np.errstate(invalid="ignore"):  # what does not fit at all, and repeats nothing
+            cost = max(order.taken(stage)) * (own.work + share * own.forward)
+        np.copyto(cost, np.inf, where=share > 1)
+        costs.append(cost)
     found = _least_worst(costs)
     worst = _worst(costs, found)
     rising = all(before < after for before, after in itertools.pairwise((-1, *found)))
     return (worst, found) if rising and np.isfinite(worst) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Stage:
+    """What a stage would lack and take with any run of units: [last, first], as numpy is quickest along the last
+    axis."""
+
+    need: Floats
+    """bytes beyond its memory; infinite where the run is empty"""
+    work: Floats
+    """seconds per micro-batch"""
+    forward: Floats
+
+
 def _stages(
     tables: StageTables, hardware: Hardware, accelerators: Sequence[int], order: PlannedOrder
-) -> list[tuple[Floats, Floats]]:
-    """Of each stage, [first, last], bytes beyond its memory and seconds per micro-batch."""
-    chain, held = tables.chain, tables.bytes(parted=order.parted)
-    always = held.static(hardware.static_copies()) + held.casts + held.workspace
-    always += 2 * (held.sent + held.returned + held.received + held.answered)
-    known: dict[tuple[str, int, bool], tuple[Floats, Floats]] = {}
+) -> list[_Stage]:
+    """Of each stage, what every run of units needs and takes; one object for stages that are alike."""
+    always, saved, kept = _bytes(tables, hardware.static_copies(), parted=order.parted)
+    known: dict[tuple[str, int, bool], _Stage] = {}
     found = []
     for stage, index in enumerate(accelerators):
         kind = hardware.cluster.type_of(index)
         count, again = min(order.inflight[stage], order.microbatches), stage in order.recompute
         key = kind.name, count, again
         if key not in known:
-            seconds = tables.seconds(frozenset({chain.row(kind.name)}))
-            work, need = seconds.forward + seconds.backward, always - kind.memory
+            need, (work, forward) = always - kind.memory, _seconds(tables, tables.chain.row(kind.name))
             if again:
-                need = need + held.saved_activations + count * held.kept
-                work = work + seconds.forward
+                known[key] = _Stage(need=need + saved + count * kept, work=work + forward, forward=forward)
             else:
-                need = need + count * held.saved_activations
-            known[key] = need, work
+                known[key] = _Stage(need=need + count * saved, work=work, forward=forward)
         found.append(known[key])
     return found
+
+
+@functools.lru_cache(maxsize=2)
+def _bytes(tables: StageTables, copies: float, *, parted: bool) -> tuple[Floats, Floats, Floats]:
+    """[last, first] what a stage holds apart from its activations, infinite where the run is empty; and of each
+    micro-batch its activations, and its input."""
+    held, units = tables.bytes(parted=parted), np.arange(len(tables.chain))
+    always = held.static(copies) + held.casts + held.workspace
+    always += 2 * (held.sent + held.returned + held.received + held.answered)
+    empty = units[:, None] > units[None, :]
+    return np.where(empty, np.inf, always).T.copy(), held.saved_activations.T.copy(), held.kept.T.copy()
+
+
+@functools.lru_cache(maxsize=2)
+def _seconds(tables: StageTables, row: int) -> tuple[Floats, Floats]:
+    """[last, first] seconds of a micro-batch, and of its forward, on one type of accelerator."""
+    own = tables.seconds(frozenset({row}))
+    return (own.forward + own.backward).T.copy(), own.forward.T.copy()
 
 
 def _worst(costs: Sequence[Floats], cuts: Cuts) -> float:
     """The largest of the stages' costs."""
     firsts = (0, *(cut + 1 for cut in cuts[:-1]))
-    return max(float(cost[first, cut]) for cost, first, cut in zip(costs, firsts, cuts, strict=True))
+    return max(float(cost[last, first]) for cost, first, last in zip(costs, firsts, cuts, strict=True))
 
 
 def _least_worst(costs: Sequence[Floats]) -> Cuts:
-    """Last units such that the largest of the stages' costs, [first, last] each, is least."""
+    """Last units such that the largest of the stages' costs, [last, first] each, is least."""
     units = len(costs[0])
-    empty = np.arange(units)[:, None] > np.arange(units)[None, :]
-    best, came = costs[0][0].copy(), []
+    best, came = costs[0][:, 0].copy(), []
     for cost in costs[1:]:
-        # [first, last]: the stages before end just before `first`.
-        before = np.concatenate([[np.inf], best[:-1]])[:, None]
-        worst = np.where(empty, np.inf, np.maximum(before, cost))
-        came.append(worst.argmin(axis=0))
-        best = worst.min(axis=0)
+        # The stages before end just before `first`.
+        worst = np.maximum(np.concatenate([[np.inf], best[:-1]]), cost)
+        came.append(worst.argmin(axis=1))
+        best = worst[np.arange(units), came[-1]]
     cuts = [units - 1]
     for firsts in reversed(came):
         cuts.append(int(firsts[cuts[-1]]) - 1)

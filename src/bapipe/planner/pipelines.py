@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_memory import UnitBytes
@@ -171,7 +172,7 @@ def optimal(
         microbatches=microbatches,
         inflight=np.array([held(d) for d in range(total + 1)]),
         max_replicas=width,
-        reduce_rate=np.array([gradient_sum_time(cluster, tuple(range(r)), 1.0) for r in range(width + 1)]),
+        reduce_rate=_reduce_rates(cluster, width),
         update=seconds.update,
         recompute=family.recompute,
         num_stages=num_stages,
@@ -195,6 +196,12 @@ def optimal(
     return first
 
 
+@functools.lru_cache(maxsize=8)
+def _reduce_rates(cluster: Cluster, most: int) -> NDArray[np.float64]:
+    """Seconds per byte of gradients that are summed among the first accelerators, by their number."""
+    return np.array([gradient_sum_time(cluster, tuple(range(count)), 1.0) for count in range(most + 1)])
+
+
 def _lacking(
     chain: Chain, stages: Sequence[StageChoice], family: Family, microbatches: int, hardware: Hardware
 ) -> dict[str, float]:
@@ -215,7 +222,7 @@ def _lacking(
     return lacking
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=128)
 def _solve_unlimited(
     chain: Chain,
     counts: tuple[int, ...],
@@ -275,6 +282,9 @@ def _assign(cluster: Cluster, types: Sequence[str], solution: Solution) -> list[
 def _nearest(cluster: Cluster, last: int, options: Sequence[int]) -> int:
     """The first of those accelerators that have most groups in common with the last one."""
     own = cluster.place(last)
+    beside = next((index for index in options if cluster.place(index) == own), None)
+    if beside is not None:
+        return beside
 
     def common(index: int) -> int:
         pairs = zip(own, cluster.place(index), strict=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bapipe.costs.segments import Chain, Floats
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.candidate_costs import DDP_BUCKET
-from bapipe.planner.gradient_rings import gradient_sum_line, gradient_sum_time
+from bapipe.planner.gradient_rings import gradient_sum, gradient_sum_time
 from bapipe.planner.plan_network import network_of
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.stage_tables import StageTables
@@ -107,7 +107,7 @@ class PlanCases:
                     found[name][stage, own] = getattr(seconds, name)[first, last]
                 if len(members) > 1:
                     size = gradients[first, last]
-                    late, each = gradient_sum_line(cluster, members)
+                    late, each = gradient_sum(cluster, members).line()
                     found["all_reduce"][stage, own] = np.where(size > 0, late + size * each, 0.0)
         if len(self.counts) == 1 and self.counts[0] > 1 and self.hardware.overlap_all_reduce:
             self._overlap(found, patterns, which, gradients)
@@ -169,12 +169,7 @@ class PlanCases:
 
     def _links(self) -> tuple[Floats, Floats]:
         """[from rank, to rank, case] seconds per byte, and of latency, of ranks whose stages are neighbours."""
-        cluster, ranks = self.hardware.cluster, self.orders.shape[1]
-        rate, late = (np.zeros((len(cluster), len(cluster))) for _ in range(2))
-        for one, other in itertools.permutations(range(len(cluster)), 2):
-            if cluster.connected(one, other):
-                link = cluster.link(one, other)
-                rate[one, other], late[one, other] = 1 / link.bandwidth, link.latency
+        ranks, (rate, late) = self.orders.shape[1], self.hardware.cluster.link_figures
         found = np.zeros((2, ranks, ranks, len(self)))
         for (low, middle), (_, high) in itertools.pairwise(self._edges):
             for one, other in itertools.product(range(low, middle), range(middle, high)):

@@ -13,6 +13,7 @@ from bapipe.planner.candidate import Candidate, StageChoice, as_run
 from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.search import Exploration
 from bapipe.planner.state import ideal_seconds
+from bapipe.planner.ways import other_may_be_faster, other_way_of
 from bapipe.records.plan import Plan
 from bapipe.schedule.schedule_file import ScheduleFile
 
@@ -24,9 +25,13 @@ def race_candidates(found: Exploration, limit: int = 6) -> tuple[Plan, ...]:
 
     Where errors are known, those within them of the best: each further one is the plan that most lowers the time
     to be expected of the fastest, and where none of the others may be faster, the chosen one is alone. Where no
-    error is known, the fastest alternatives that fit.
+    error is known, the fastest alternatives that fit. The best plan of the other way (compiled, or as captured)
+    has a place among them if it may be faster.
     """
-    return tuple(_plan(found, own) for own in _runners(found, limit))
+    other = other_way_of(found) if limit > 1 and other_may_be_faster(found) else None
+    if other is None or other.best.candidate.engine != "bapipe":
+        return tuple(_plan(found, own) for own in _runners(found, limit))
+    return (*(_plan(found, own) for own in _runners(found, limit - 1)), make_plan(other))
 
 
 def unraced_candidates(

@@ -7,6 +7,7 @@ from typing import Literal
 
 from bapipe.costs.optimizers import is_elementwise
 from bapipe.costs.profile import Profile
+from bapipe.costs.profile_ways import Compiling
 from bapipe.errors import BaPipeError, nearest
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.effort import check_effort
@@ -81,8 +82,9 @@ class Request:
     """whether the replicas of a stage share its optimizer state (ZeRO-1): 1 all do, 0 none; auto: what is best"""
     engines: bool = True
     """whether torch's DDP or FSDP2 may be the plan where nobody asks for them"""
-    compiled: bool = False
-    """whether the plan's stages run compiled though the profile was not measured so"""
+    compiled: Compiling = "auto"
+    """whether the plan's stages run compiled, however the profile was measured; auto: as it was, and where it has
+    both ways, as is faster"""
     recompute: str = "auto"
     """activation checkpointing: auto, where it makes a faster plan fit; never; stages, of whole stages only;
     layers, of layers only; always, of every layer; or of these layers by number, such as 0-3,7"""
@@ -114,6 +116,8 @@ class Request:
                 "change one"
             )
         check_effort(self.effort)
+        if self.compiled not in (True, False, "auto"):
+            raise BaPipeError(f"--compile is auto, yes or no, got '{str(self.compiled)[:40]}'; give one of them")
         if self.dealing not in ("speed", "equal"):
             raise BaPipeError(f"--dealing is speed or equal, got '{str(self.dealing)[:40]}'; give one of them")
         if self.zero_stage not in ("auto", "0", "1"):

@@ -26,7 +26,7 @@ from bapipe.planner.scenarios import known_errors
 from bapipe.planner.state import SearchState, ideal_seconds
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 
-__all__ = ["Exploration", "explore", "lower_bound"]
+__all__ = ["Exploration", "explore_way", "lower_bound"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,6 +59,16 @@ class Exploration:
     """what the plan and its alternatives take where times are not exact; None: no error is known"""
     tuning: Tuning = DEFAULT_TUNING
     """the constants that the search went by"""
+    other_way: Exploration | None = None
+    """the search with stages compiled where these run as captured, or the reverse, where the profile has both"""
+    way_reason: str | None = None
+    """why the other way has no plan to compare with, where the profile has both"""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the plan's stages run compiled."""
+        asked = self.request.compiled
+        return self.profile.compiled if asked == "auto" else asked
 
 
 def lower_bound(profile: Profile, cluster: Cluster, global_batch: int) -> float:
@@ -71,21 +81,18 @@ def lower_bound(profile: Profile, cluster: Cluster, global_batch: int) -> float:
     return global_batch / sum(fastest[item.type] for item in cluster.accelerators)
 
 
-def explore(
+def explore_way(
     profile: Profile,
     cluster: Cluster,
-    request: Request | None = None,
+    request: Request,
     *,
     explain: bool = False,
     tuning: Tuning = DEFAULT_TUNING,
     progress: Callable[[str, float], None] | None = None,
 ) -> Exploration:
-    """Find the fastest plan that fits; raises InfeasibleError saying what would help if none does.
-
-    `explain` also records the steps of the paper's exploration. `progress` is called with what the search by
-    simulation has found and what it may still gain, and the share of the effort that is spent.
-    """
-    state = _start(profile, cluster, request or Request(), explain=explain, tuning=tuning)
+    """Find the fastest plan that fits, of a profile whose layers were measured one way; `bapipe.planner.explore`
+    says more."""
+    state = _start(profile, cluster, request, explain=explain, tuning=tuning)
     state.progress = progress
     for run in PASSES:
         run(state)

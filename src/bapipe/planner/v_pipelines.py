@@ -21,6 +21,7 @@ from bapipe.planner.pipelines import with_cuts
 from bapipe.planner.quickest_orders import quickest_orders
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.planner.varied_times import varied_times
+from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import SCHEDULES
 from bapipe.schedule.v_order import V_CHOICES, v_order
 from bapipe.schedule.v_shape import v_placement
@@ -78,8 +79,10 @@ def _published(
 ) -> Evaluation:
     """The best cuts by the published order, from the first ones on as long as it gets faster."""
 
+    schedule = SCHEDULES[name](len(order), microbatches)
+
     def published(cuts: Cuts) -> Evaluation:
-        return evaluate(_candidate(name, chain, cuts, microbatches, order), hardware)
+        return evaluate(_candidate(chain, cuts, schedule, order), hardware)
 
     tried = {cuts: published(cuts) for cuts in first}
     best, before = min(tried.values(), key=rank), None
@@ -202,15 +205,15 @@ def _balanced_stages(chain: Chain, hardware: Hardware, microbatches: int, ranks:
     return tuple(stage.last_layer for stage in solve(problem).stages)
 
 
-def _candidate(name: str, chain: Chain, cuts: Cuts, microbatches: int, accelerators: tuple[int, ...]) -> Candidate:
-    """Stages with these last units in the published order, on the accelerators of the ranks."""
+def _candidate(chain: Chain, cuts: Cuts, schedule: Schedule, accelerators: tuple[int, ...]) -> Candidate:
+    """Stages with these last units in this order, on the accelerators of the ranks."""
     ranks = len(accelerators)
     return Candidate(
-        label=f"{name}, {ranks} accelerators with 2 stages each",
+        label=f"{schedule.name}, {ranks} accelerators with 2 stages each",
         chain=chain,
         stages=tuple(
             StageChoice(first=first, last=last, accelerators=(accelerators[rank],))
             for first, last, (rank,) in zip(starts(cuts), cuts, v_placement(ranks), strict=True)
         ),
-        schedule=SCHEDULES[name](ranks, microbatches),
+        schedule=schedule,
     )

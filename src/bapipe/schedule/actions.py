@@ -180,18 +180,32 @@ class Schedule:
     def meetings(self, boundary: int) -> tuple[tuple[int, int], ...]:
         """The ranks before and behind a boundary between which each micro-batch goes, until they repeat."""
         both = self.placement[boundary : boundary + 2]
+        if len(both[0]) == len(both[1]) == 1:
+            return ((both[0][0], both[1][0]),)
         dealt = [self.dealing_of(stage) for stage in (boundary, boundary + 1)]
         turns = math.lcm(*(round_length(own, len(ranks)) for own, ranks in zip(dealt, both, strict=True)))
+        turns = min(turns, self.num_microbatches)
         before, behind = (
-            [ranks[replica_taking(own, len(ranks), turn)] for turn in range(min(turns, self.num_microbatches))]
+            np.array(ranks, np.int64)[takers(own, len(ranks), turns)].tolist()
             for own, ranks in zip(dealt, both, strict=True)
         )
         return tuple(zip(before, behind, strict=True))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The (virtual) stages that are on this rank."""
-        return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
+        return self._stages_by_rank.get(rank, ())
+
+    @functools.cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, dict[int, None]] = {}
+        for stage, ranks in enumerate(self.placement):
+            for rank in ranks:
+                found.setdefault(rank, {})[stage] = None
+        return {rank: tuple(stages) for rank, stages in found.items()}
 
     def parted_stages(self) -> frozenset[int]:
         """The stages whose backward is done in two parts, I and W."""
-        return frozenset(int(stage) for lane in self.lanes for stage in lane.stages[lane.kinds == Kind.I])
+        parted = np.zeros(self.num_stages, np.bool_)
+        for lane in self.lanes:
+            parted[lane.stages[lane.kinds == int(Kind.I)]] = True
+        return frozenset(np.flatnonzero(parted).tolist())

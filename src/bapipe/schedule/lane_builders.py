@@ -44,7 +44,11 @@ def one_f_one_b_lane(rank: int, stage: int, cap: int, microbatches: np.ndarray) 
 
 
 def pipeline_schedule(
-    actions: Sequence[Sequence[tuple[int, int]]], num_microbatches: int, *, name: str, caps: Sequence[int]
+    actions: Sequence[Sequence[tuple[int, int]] | IntArray],
+    num_microbatches: int,
+    *,
+    name: str,
+    caps: Sequence[int],
 ) -> Schedule:
     """One stage per rank, with its actions in order: kind and micro-batch."""
     lanes = []

@@ -12,9 +12,11 @@ Memory (V-Half, V-Min), DeepSeek's DualPipe (DualPipeV).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bapipe.schedule.actions import Kind, Lane, Schedule
 from bapipe.schedule.lane_builders import require_sizes
@@ -25,6 +27,7 @@ V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """the schedules that place stages so"""
 
 _F, _B, _I, _W = int(Kind.F), int(Kind.B), int(Kind.I), int(Kind.W)
+Ints = NDArray[np.int64]
 _Rows = list[tuple[int, int, int]]
 """kind, half of the V (0: down, 1: up) and micro-batch"""
 
@@ -35,7 +38,9 @@ def v_placement(num_ranks: int) -> tuple[tuple[int, ...], ...]:
     return (*down, *reversed(down))
 
 
-def v_schedule(name: str, actions: Sequence[Sequence[tuple[int, int, int]]], num_microbatches: int) -> Schedule:
+def v_schedule(
+    name: str, actions: Sequence[Sequence[tuple[int, int, int]] | Ints], num_microbatches: int
+) -> Schedule:
     """Every rank's kinds, stages and micro-batches in order, as a schedule of two stages a rank."""
     lanes = []
     for rank, own in enumerate(actions):
@@ -60,7 +65,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     require_sizes(num_ranks, num_microbatches)
     count, made = max(num_microbatches, 2 * num_ranks - 1), []
     for rank in range(num_ranks):
-        order = _Order()
+        order = _InTurn()
         order.add([(_F, 0)], 2 * (num_ranks - rank) - 1)
         order.add([(_F, 1), (_F, 0)], rank)
         order.add([(_F, 1), (_I, 1), (_W, 1)], num_ranks - rank)
@@ -71,7 +76,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
         order.add([(_I, 0), (_W, 0)], num_ranks - rank)
         order.add([(_W, 1)], count - order.done(_W, 1))
         order.add([(_W, 0)], count - order.done(_W, 0))
-        made.append(order.rows)
+        made.append(order.rows())
     return _without_padding("zb-v", made, num_microbatches)
 
 
@@ -96,7 +101,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
             order.add([(_B if place < whole else _I, 1 - place % 2)])
         order.add([(_W, None), (_I, 0)], after)
         order.add([(_W, None)], len(order.waiting))
-        made.append(order.rows)
+        made.append(np.array(order.rows, np.int64))
     return _without_padding("dualpipe-v", made, num_microbatches)
 
 
@@ -110,6 +115,33 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Min: a third of 1F1B's memory, ⌊(N+4)/3⌋ micro-batches; a bubble of about 4N actions if F = I = W."""
     waits = (1, 1, 1) if num_ranks % 3 else (3, 1, 3)
     return _repeated("v-min", num_ranks, num_microbatches, steps=(1, 1, 1, 1), waits=waits)
+
+
+class _InTurn:
+    """A rank's actions while they are made, micro-batches of each kind and half in turn."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, int]] = []
+        """kind and half"""
+        self._done: Counter[tuple[int, int]] = Counter()
+
+    def done(self, kind: int, half: int) -> int:
+        """How many of these there are."""
+        return self._done[kind, half]
+
+    def add(self, actions: Sequence[tuple[int, int]], times: int = 1) -> None:
+        """These kinds and halves, so many times."""
+        self._steps += list(actions) * times
+        for action in actions:
+            self._done[action] += max(0, times)
+
+    def rows(self) -> Ints:
+        """[action] kind, half and micro-batch."""
+        steps = np.array(self._steps, np.int64).reshape(-1, 2)
+        microbatches = np.zeros(len(steps), np.int64)
+        for (kind, half), count in self._done.items():
+            microbatches[(steps[:, 0] == kind) & (steps[:, 1] == half)] = np.arange(count)
+        return np.column_stack([steps, microbatches])
 
 
 class _Order:
@@ -144,17 +176,14 @@ class _Order:
             self.waiting.remove((half, microbatch))
 
 
-def _without_padding(name: str, made: Sequence[_Rows], num_microbatches: int) -> Schedule:
+def _without_padding(name: str, made: Sequence[Ints], num_microbatches: int) -> Schedule:
     """The schedule of these halves, without the micro-batches that only filled them up."""
     last = 2 * len(made) - 1
-    actions = [
-        [
-            (kind, last - rank if half else rank, microbatch)
-            for kind, half, microbatch in rows
-            if microbatch < num_microbatches
-        ]
-        for rank, rows in enumerate(made)
-    ]
+    actions = []
+    for rank, rows in enumerate(made):
+        own = rows[rows[:, 2] < num_microbatches]
+        own[:, 1] = np.where(own[:, 1], last - rank, rank)
+        actions.append(own)
     return v_schedule(name, actions, num_microbatches)
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from bapipe.errors import BaPipeError
 from bapipe.schedule.actions import Kind, Schedule
 from bapipe.schedule.inflight import stage_caps, weight_gradient_delays
@@ -40,20 +42,17 @@ def zero_bubble(
     behind = weight_gradient_delays(caps) if delays is None else list(delays)
     if len(behind) != num_stages or min(behind) < 0:
         raise BaPipeError(f"{num_stages} stages need {num_stages} delays of at least 0, got {behind[:16]}")
-    actions, M = [], num_microbatches
+    microbatches = np.arange(num_microbatches, dtype=np.int64)
+    rows = np.stack(
+        [np.repeat([int(Kind.F), int(Kind.I), int(Kind.W)], num_microbatches), np.tile(microbatches, 3)]
+    )
+    actions = []
     for cap, delay in zip(caps, behind, strict=True):
-        first = min(M, cap)
-        rows: list[tuple[int, int]] = [(Kind.F, m) for m in range(first)]
-        for m in range(M):
-            rows.append((Kind.I, m))
-            if m >= delay:
-                rows.append((Kind.W, m - delay))
-            if first + m < M:
-                rows.append((Kind.F, first + m))
-        rows.extend((Kind.W, m) for m in range(max(0, M - delay), M))
-        actions.append(rows)
+        # Three places a micro-batch: I, what W is due, and F; the first K forwards come before them.
+        places = (3 * (microbatches - cap) + 2, 3 * microbatches, 3 * (microbatches + delay) + 1)
+        actions.append(rows[:, np.argsort(np.concatenate(places), kind="stable")].T)
     held = [cap + delay for cap, delay in zip(caps, behind, strict=True)]
-    return pipeline_schedule(actions, M, name=name, caps=held)
+    return pipeline_schedule(actions, num_microbatches, name=name, caps=held)
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:

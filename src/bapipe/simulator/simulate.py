@@ -229,7 +229,13 @@ def _timeline(
     if lowered.first_message is not None:
         action = lowered.kinds <= Kind.U
         sent, arrived = times.start[lowered.first_message :], times.end[lowered.first_message :]
-    transfers = Transfers(source=lowered.senders, to_rank=lowered.receiving_ranks, start=sent, arrival=arrived)
+    transfers = Transfers(
+        source=lowered.senders,
+        to_rank=lowered.receiving_ranks,
+        start=sent,
+        arrival=arrived,
+        target=lowered.receivers,
+    )
     period = None if schedule.flushes else steady_period(schedule, costs, network)
     return Timeline(
         num_ranks=schedule.num_ranks,

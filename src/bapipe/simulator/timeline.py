@@ -19,7 +19,10 @@ Floats = NDArray[np.float64]
 
 _COMPUTES = np.isin(range(len(Kind)), [int(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)])
 _GROWS = np.isin(range(len(Kind)), [int(Kind.F), int(Kind.R)])
-"""by kind of action: whether it computes, and whether it adds activations, when it starts"""
+_TAKES = np.full(len(Kind), -1)
+_TAKES[[Kind.F, Kind.B, Kind.I]] = 0, 1, 1
+"""by kind of action: whether it computes; whether it adds activations, when it starts; and what it takes: an
+activation (0), an error (1) or neither (-1)"""
 _RESOLUTION, _LEAST = 1e-15, 1e-290
 """of the whole time, and of any: spans that no clock tells from none"""
 
@@ -37,6 +40,8 @@ class Transfers:
     to_rank: Ints
     start: Floats
     arrival: Floats
+    target: Ints | None = None
+    """index of the action that it feeds, or -1; None: `Timeline.consumers` finds it"""
 
     @classmethod
     def none(cls) -> Transfers:
@@ -116,14 +121,15 @@ class Timeline:
 
     def consumers(self) -> Ints:
         """For each transfer the action that it feeds (F of the next stage, B or I of the previous), or -1."""
+        if self.transfers.target is not None:
+            return self.transfers.target
         table = np.full((2, self.num_stages + 2, max(1, self.num_microbatches)), -1, np.int64)
-        index = np.arange(len(self.kinds))
-        for backward, kinds in ((0, (Kind.F,)), (1, (Kind.B, Kind.I))):
-            own = np.isin(self.kinds, kinds)
-            table[backward, self.stages[own] + 1, self.microbatches[own]] = index[own]
+        takes = _TAKES[self.kinds]
+        own = np.flatnonzero(takes >= 0)
+        table[takes[own], self.stages[own] + 1, self.microbatches[own]] = own
         source = self.transfers.source
-        backward = (self.kinds[source] != Kind.F).astype(np.int64)
-        stage = self.stages[source] + 1 + np.where(backward == 1, -1, 1)
+        backward = (self.kinds[source] != int(Kind.F)).astype(np.int64)
+        stage = self.stages[source] + 2 - 2 * backward
         found: Ints = table[backward, stage, self.microbatches[source]]
         return found
 
@@ -220,10 +226,13 @@ class Timeline:
         change[first], change[second] = waiting - saved, -waiting
         return change
 
-    def compute_of(self, rank: int) -> Ints:
-        """Indices of a rank's actions that compute (F, B, I, W, R), in the order of time."""
-        own = np.flatnonzero(_COMPUTES[self.kinds] & (self.ranks == rank))
-        return own[np.argsort(self.start[own], kind="stable")]
+    def compute_by_rank(self) -> list[Ints]:
+        """Of each rank, indices of its actions that compute (F, B, I, W, R), in the order of time."""
+        own = np.flatnonzero(_COMPUTES[self.kinds])
+        if not _ordered(self.start[own], np.zeros(len(own)), self.ranks[own]):
+            own = own[np.lexsort((self.start[own], self.ranks[own]))]
+        edges = np.searchsorted(self.ranks[own], np.arange(self.num_ranks + 1)).tolist()
+        return [own[low:high] for low, high in pairwise(edges)]
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

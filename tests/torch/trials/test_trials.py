@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="running is torch's: pip install bap
 
 from bapipe.cli import cli  # noqa: E402
 from bapipe.costs.profile import read_profile  # noqa: E402
+from bapipe.costs.profile_ways import has_both_ways, of_way  # noqa: E402
 from bapipe.errors import BaPipeError  # noqa: E402
 from bapipe.hardware.cluster_file import read_cluster  # noqa: E402
 from bapipe.planner import Request, explore, make_plan  # noqa: E402
@@ -126,3 +127,32 @@ def test_a_plan_that_fails_does_not_end_the_race(folder: Path, monkeypatch: pyte
     assert found.best.seconds is not None
     assert found.best.seconds > 0
     assert "builds a model with fingerprint" in (found.trials[1].failure or "")
+
+
+@pytest.mark.slow
+def test_auto_measures_races_and_keeps_either_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    said: list[str] = []
+    options = AutoOptions(
+        folder=folder / "both",
+        global_batch=16,
+        micro_batches=(4,),
+        ranks=2,
+        device="cpu",
+        racing=3,
+        compiled="auto",
+    )
+    found = auto("stepping:build", options, say=said.append)
+    profile, corrected = (read_profile(folder / "both" / f"profile{name}.json") for name in ("", "-in-run"))
+    assert has_both_ways(profile)
+    assert has_both_ways(corrected)
+    for compiled in (False, True):
+        assert "recalibrated by run" in of_way(corrected, compiled=compiled).table("cpu-core").description
+    assert found.plan == read_plan(folder / "both" / "plan.json")
+    assert found.plan.profile_hash == of_way(corrected, compiled=found.plan.compiled).hash
+    assert any(note.startswith("stages run ") for note in found.plan.notes)
+    assert "--compile auto" in (folder / "both" / "commands.sh").read_text()
+    again: list[str] = []
+    auto("stepping:build", replace(options, racing=1), say=again.append)
+    assert any("has the layers' costs already" in line for line in again)

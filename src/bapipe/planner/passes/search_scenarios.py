@@ -10,8 +10,10 @@ from bapipe.planner.cut_search import CutSearch, Shape, family_of
 from bapipe.planner.effort import Effort
 from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.incumbents import rank
+from bapipe.planner.passes.move_actions import move_actions
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.search_cuts import climb_starts, may_search
+from bapipe.planner.passes.try_sizes import try_looped_pipelines
 from bapipe.planner.plan_climb import climb
 from bapipe.planner.scenarios import Scenarios
 from bapipe.planner.state import SearchState
@@ -20,13 +22,15 @@ __all__ = ["best_in_scenarios"]
 
 
 def best_in_scenarios(
-    state: SearchState, known: Sequence[Evaluation], scenarios: Scenarios
+    state: SearchState, known: Sequence[Evaluation], drawn: Scenarios, edges: Scenarios
 ) -> Iterator[Candidate]:
-    """The fastest of every shape near the best, and the fastest plans of each scenario.
+    """The fastest of every shape near the best, and the fastest plans of each scenario, drawn ones and edges.
 
     What is best by the predicted times need not be near what is best where a link is slower: so each scenario is
     searched as if its times were the predicted ones, from those that are known and fastest in it on. The effort is
-    counted in actions, whatever the request says, so that the candidates are the same on every machine.
+    counted in actions, whatever the request says, so that the candidates are the same on every machine. Pipelines
+    with several stages on an accelerator take long to search: only the edges, which are few, are searched for
+    them.
     """
     if not may_search(state) or not known:
         return
@@ -36,6 +40,7 @@ def best_in_scenarios(
     shapes = [shape for shape in listing.shapes(state.tried_sizes) if shape.soonest <= reach]
     starts = [*known, *_best_of_shapes(listing, shapes, reach)]
     yield from (own.candidate for own in starts[len(known) :])
+    scenarios = drawn.and_also(edges)
     times = scenarios.times(starts, state.hardware)
     for number in range(len(scenarios)):
         own = _in_scenario(state, scenarios, number)
@@ -51,6 +56,10 @@ def best_in_scenarios(
         search.sweep(search.retimed(shapes))
         if state.request.schedule in (None, "zb"):
             reorder_pipelines(own)
+        if number >= len(drawn):
+            for size in own.tried_sizes:
+                try_looped_pipelines(own, own.scope(size))
+            move_actions(own)
         found = sorted((item for item in own.incumbents.by_family.values() if item.short is None), key=rank)
         for candidate in (item.candidate for item in found[: tuning.scenario_bests]):
             chain = state.chain(candidate.chain.microbatch)
@@ -76,7 +85,7 @@ def _in_scenario(state: SearchState, scenarios: Scenarios, number: int) -> Searc
     return SearchState(
         profile=state.profile,
         hardware=scenarios.hardware(state.hardware, number),
-        request=state.request,
+        request=replace(state.request, effort="normal"),
         global_batch=state.global_batch,
         sizes=state.sizes,
         tuning=state.tuning,

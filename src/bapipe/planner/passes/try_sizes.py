@@ -19,7 +19,14 @@ from bapipe.planner.state import SearchState, SizeScope
 from bapipe.planner.v_pipelines import v_pipelines
 from bapipe.schedule.v_shape import V_SHAPED
 
-__all__ = ["SIZE_PASSES", "try_data_parallelism", "try_every_depth", "try_pipelines", "try_sizes"]
+__all__ = [
+    "SIZE_PASSES",
+    "try_data_parallelism",
+    "try_every_depth",
+    "try_looped_pipelines",
+    "try_pipelines",
+    "try_sizes",
+]
 
 
 def try_sizes(state: SearchState) -> None:
@@ -66,6 +73,11 @@ def try_pipelines(state: SearchState, scope: SizeScope) -> None:
             continue
         for run in FAMILY_PASSES:
             run(state, own)
+    try_looped_pipelines(state, scope)
+
+
+def try_looped_pipelines(state: SearchState, scope: SizeScope) -> None:
+    """Add pipelines with several stages on an accelerator: interleaved ones and V shapes."""
     if not state.to_copy:
         _try_interleaving(state, scope)
         _try_v_shapes(state, scope)
@@ -166,7 +178,7 @@ def _try_unequal_numbers(state: SearchState, scope: SizeScope, ranks: int, *, fo
     if best is None and not forced:
         return  # where nothing fits, schedules that hold less are wanted
     held = own if forced else best
-    within = math.inf if held is None or held.short is not None else held.time
+    within = math.inf if held is None or held.short is not None else held.time * (1 + state.margin)
     try:
         made = looped_pipelines(
             scope.chain, state.hardware, scope.microbatches, ranks=ranks, within=within, tuning=state.tuning
@@ -206,7 +218,7 @@ def _try_v_shapes(state: SearchState, scope: SizeScope) -> None:
         if state.incumbents.beats(name, scope.bound):
             return
         held = state.incumbents.best
-        beat = math.inf if held is None or forced else held.time
+        beat = math.inf if held is None or forced else held.time * (1 + state.margin)
         try:
             made = v_pipelines(
                 name,

@@ -50,10 +50,10 @@ def _finalists(state: SearchState) -> list[Evaluation]:
     layers = len(state.profile.layers)
     thorough = state.thorough(layers)
     if thorough:
-        few = draw_scenarios(state.errors, layers, tuning.searched_scenarios, seed=_SEED)
+        drawn = draw_scenarios(state.errors, layers, tuning.searched_scenarios, seed=_SEED)
         edges = edge_scenarios(state.errors, layers, by=tuning.edge_errors)
-        few = few.and_also(edges)
-        for candidate in best_in_scenarios(state, near.fastest(tuning.moved_candidates), few):
+        few = drawn.and_also(edges)
+        for candidate in best_in_scenarios(state, near.fastest(tuning.moved_candidates), drawn, edges):
             near.add(candidate)
         for evaluation in other_orders(state, near.fastest(tuning.moved_candidates)):
             near.take(evaluation)

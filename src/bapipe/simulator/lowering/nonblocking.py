@@ -77,6 +77,7 @@ def lower_links(schedule: Schedule, network: Network, unanswered: Collection[int
         channels=channels,
         senders=senders,
         receiving_ranks=ranks[send_to[senders]],
+        receivers=send_to[senders],
     )
 
 
@@ -118,11 +119,12 @@ def _channels(
                 continue
             made = forward[boundary] if onward else backward[boundary + 1]
             known: dict[tuple[int, int], int] = {}
+            by_turn = np.full(len(meetings), -1, dtype=np.int64)
             for turn, (before, after) in enumerate(meetings):
                 ends = (before, after) if onward else (after, before)
                 if before == after:
                     continue
-                channel[made[turn :: len(meetings)]] = known.setdefault(ends, len(channels))
+                by_turn[turn] = known.setdefault(ends, len(channels))
                 if known[ends] < len(channels):
                     continue
                 route = network.route(*ends)
@@ -138,6 +140,7 @@ def _channels(
                         uplinks=route.uplinks,
                     )
                 )
+            channel[made] = by_turn[np.arange(len(made)) % len(meetings)]
     crossing = Counter(key for one in channels for key, _ in one.uplinks)
     if crossing:
         # What one channel alone crosses it never waits for.

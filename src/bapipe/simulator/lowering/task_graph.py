@@ -63,6 +63,8 @@ class Lowered:
     """the actions whose output goes to another rank, each by its number among the actions"""
     receiving_ranks: Ints
     """for each of them that rank"""
+    receivers: Ints | None = None
+    """for each of them the action that it feeds, or -1; None with blocking sends"""
     first_message: int | None = None
     """with blocking sends, the first of the message tasks, which come last"""
 
@@ -79,24 +81,19 @@ def lane_numbers(lanes: Sequence[Lane]) -> list[int]:
 
 def update_waits(schedule: Schedule, kinds: Ints, stages: Ints, ranks: Ints) -> tuple[Ints, Ints]:
     """Every replica's last gradient -> every replica's all-reduce -> that replica's optimizer step."""
-    sources, targets = [], []
-    reduces = np.flatnonzero(kinds == int(Kind.A)).tolist()
-    if reduces:
-        gradients = np.flatnonzero((kinds == Kind.B) | (kinds == Kind.W))
-        places = zip(stages[gradients].tolist(), ranks[gradients].tolist(), strict=True)
-        last = dict(zip(places, gradients.tolist(), strict=True))
-        for task in reduces:
-            for rank in schedule.placement[int(stages[task])]:
-                if (int(stages[task]), rank) in last:
-                    sources.append(last[int(stages[task]), rank])
-                    targets.append(task)
-        reduced = {(int(stages[task]), int(ranks[task])): task for task in reduces}
-        for task in np.flatnonzero(kinds == Kind.U).tolist():
-            before = reduced.get((int(stages[task]), int(ranks[task])))
-            if before is not None:
-                sources.append(before)
-                targets.append(task)
-    return np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)
+    reduces = np.flatnonzero(kinds == int(Kind.A))
+    if not len(reduces):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    gradients = np.flatnonzero((kinds == int(Kind.B)) | (kinds == int(Kind.W)))
+    last, reduced = np.full((2, schedule.num_stages, schedule.num_ranks), -1, np.int64)
+    np.maximum.at(last, (stages[gradients], ranks[gradients]), gradients)
+    reduced[stages[reduces], ranks[reduces]] = reduces
+    of_stage = {stage: last[stage, list(schedule.placement[stage])] for stage in set(stages[reduces].tolist())}
+    made = [of_stage[stage] for stage in stages[reduces].tolist()]
+    updates = np.flatnonzero(kinds == int(Kind.U))
+    sources = np.concatenate([*made, reduced[stages[updates], ranks[updates]]])
+    targets = np.concatenate([np.repeat(reduces, [len(own) for own in made]), updates])
+    return sources[sources >= 0], targets[sources >= 0]
 
 
 def sorted_edges(source: Ints, target: Ints, tasks: int) -> tuple[Ints, Ints]:

@@ -14,6 +14,7 @@ import numpy as np
 from bapipe.analysis.recalibrate import predict_again
 from bapipe.costs.fields import COST_FIELDS, CostTable, as_tuples
 from bapipe.costs.profile import Profile, read_profile
+from bapipe.costs.profile_ways import of_way
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.slowed_types import slowed_type
@@ -126,13 +127,17 @@ def plan_without(plan: Plan, profile: Profile, lost: str) -> Plan:
     """The best plan that the runtime runs on the cluster without the lost accelerator, for the same global batch.
 
     Micro-batches keep their size where a plan with them fits, because dropout and batch-norm depend on it: so the
-    training stays the same. The optimizer, the model and its arguments are the plan's.
+    training stays the same. The optimizer, the model and its arguments are the plan's, and stages run compiled if
+    they did.
     """
-    return _planned(plan, profile, without_accelerator(plan.cluster, lost))
+    own = of_way(profile, compiled=plan.compiled)
+    return _planned(plan, own, without_accelerator(plan.cluster, lost))
 
 
 def _planned(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
-    request = Request(global_batch=plan.global_batch, optimizer=plan.optimizer, engines=False)
+    request = Request(
+        global_batch=plan.global_batch, optimizer=plan.optimizer, engines=False, compiled=plan.compiled
+    )
     try:
         found = explore(profile, cluster, replace(request, microbatch=plan.microbatch_size))
     except BaPipeError:
@@ -146,6 +151,7 @@ def plan_slowed(plan: Plan, profile: Profile, name: str, factor: float) -> tuple
     The accelerator gets a type of its own, whose seconds are those of its old one times the factor; micro-batches
     and the rest are as in `plan_without`. None where no plan is predicted to be faster by 5 % than going on.
     """
+    profile = of_way(profile, compiled=plan.compiled)
     usual = next(item.type for item in plan.cluster.accelerators if item.name == name)
     slow = slowed_type(usual, factor)
     costs = replace(profile, accelerators={**profile.accelerators, slow: _slowed(profile.table(usual), factor)})

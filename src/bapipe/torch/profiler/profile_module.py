@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from bapipe.costs.optimizers import parse_optimizer
 from bapipe.costs.profile import Profile
+from bapipe.costs.profile_ways import Compiling, join_ways
 from bapipe.errors import BaPipeError
 from bapipe.hardware.precision import DEFAULT_PRECISION, Precision, find_precision
 from bapipe.models.builtin import Argument
@@ -53,6 +55,14 @@ class Profiled:
     """False: interrupted; the same call goes on where it stopped"""
     phases: PhaseTimes = field(default_factory=PhaseTimes)
     """what took how long"""
+    measured_compiled: Measurement | None = None
+    """of the layers compiled, where `measured` is of the layers as captured and both were wanted"""
+    notes: tuple[str, ...] = ()
+    """what was wanted and not done, and why"""
+
+
+class _NotCompiledError(BaPipeError):
+    """The machine, or the model, cannot be compiled."""
 
 
 def profile_model(
@@ -65,7 +75,7 @@ def profile_model(
     optimizer: str = "sgd",
     accelerator: str | None = None,
     calibrate: bool = False,
-    compile_: bool = False,
+    compile_: Compiling = False,
     threads: int | None = None,
     slice_: str = "",
     report: Report = quiet,
@@ -76,8 +86,8 @@ def profile_model(
 
     `accelerator` is the type to file the costs under, by default the catalogue's name of the device. Device and
     precision are looked at before the model is built. `before` is called when it is captured and compiled and
-    nothing measured yet. With `to_train` a model that `bapipe run` could not train, for lack of a loss or of
-    targets for it, is refused before anything is measured.
+    nothing measured yet. `compile_` is as in `profile_module`. With `to_train` a model that `bapipe run` could not
+    train, for lack of a loss or of targets for it, is refused before anything is measured.
     """
     set_precision(_trained_in(precision), find_device(device))
     if ":" not in spec:
@@ -120,7 +130,7 @@ def profile_module(
     optimizer: str = "sgd",
     accelerator: str | None = None,
     calibrate: bool = False,
-    compile_: bool = False,
+    compile_: Compiling = False,
     threads: int | None = None,
     slice_: str = "",
     report: Report = quiet,
@@ -130,9 +140,68 @@ def profile_module(
 ) -> Profiled:
     """Profile a module with an example of its inputs. The module is moved to the device and put in training mode.
 
-    `phases` has what came before, and `needs_loss` says that the module must return its loss. Raises BaPipeError
-    where no size was measured completely; what was measured is in the cache all the same.
+    With `compile_` auto the layers are measured as captured and then compiled, for a profile with both; where
+    nothing can be compiled, the profile has the layers as captured and `notes` the reason. `phases` has what came
+    before, and `needs_loss` says that the module must return its loss. Raises BaPipeError where no size was
+    measured completely; what was measured is in the cache all the same.
     """
+    phases = PhaseTimes() if phases is None else phases
+    own: dict[str, Any] = {
+        "model": model,
+        "settings": settings,
+        "device": device,
+        "precision": precision,
+        "optimizer": optimizer,
+        "accelerator": accelerator,
+        "calibrate": calibrate,
+        "threads": threads,
+        "slice_": slice_,
+        "report": report,
+        "needs_loss": needs_loss,
+        "phases": phases,
+    }
+    example = args, kwargs or {}
+    if compile_ != "auto":
+        return _profile_way(module, *example, compile_=compile_, before=before, **own)
+    captured = _profile_way(module, *example, compile_=False, before=before, **own)
+    if not captured.complete:
+        return captured
+    module.to("cpu").zero_grad(set_to_none=True)  # where it was before
+    gc.collect()  # the layers as captured, which hold each other, leave the device before others come
+    try:
+        compiled = _profile_way(module, *example, compile_=True, before=None, must_compile=True, **own)
+    except _NotCompiledError as error:
+        return replace(captured, notes=(f"layers are measured as captured alone: {error}",))
+    return replace(
+        captured,
+        profile=join_ways(captured.profile, compiled.profile),
+        measured_compiled=compiled.measured,
+        complete=compiled.complete,
+    )
+
+
+def _profile_way(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    model: ModelRef,
+    settings: MeasureSettings,
+    device: str,
+    precision: str,
+    optimizer: str,
+    accelerator: str | None,
+    calibrate: bool,
+    compile_: bool,
+    threads: int | None,
+    slice_: str,
+    report: Report,
+    before: Callable[[], None] | None,
+    needs_loss: bool,
+    phases: PhaseTimes,
+    must_compile: bool = False,
+) -> Profiled:
+    """Profile a module one way; with `must_compile`, raise _NotCompiledError where no layer can be compiled."""
     where, kind = find_device(device), _trained_in(precision)
     set_precision(kind, where)
     require_optimizer(optimizer)
@@ -144,14 +213,13 @@ def profile_module(
     if where.type != "cuda":
         keep_heap()  # as a rank of a run does
     keep_in_pages(where)
-    programs = CompiledPrograms(where, split=True, say=lambda line: report(line, 0.0)) if compile_ else None
-    phases = PhaseTimes() if phases is None else phases
+    programs = _programs(where, report, must_compile=must_compile) if compile_ else None
     try:
         with phases.phase("capture"):
             chain = chain_of(
                 module,
                 args,
-                kwargs or {},
+                kwargs,
                 device=where,
                 precision=kind,
                 programs=programs,
@@ -163,10 +231,12 @@ def profile_module(
                 f"the weights of {model.name} do not fit on {device}; profile it where they do"
             ) from error
         raise
+    if programs is not None and (before is not None or must_compile):
+        with phases.phase("compile"):
+            compile_layers(chain, settings.microbatches)
+        if must_compile and not programs.compiled:
+            raise _NotCompiledError(next(iter(programs.failed.values()), "no layer can be compiled"))
     if before is not None:
-        if programs is not None:
-            with phases.phase("compile"):
-                compile_layers(chain, settings.microbatches)
         with phases.phase("wait for what trains beside"):
             before()
     mixed = contextlib.nullcontext() if chain.mixed is None else chain.mixed.region.batch()
@@ -181,6 +251,16 @@ def profile_module(
         calibrate=calibrate,
     )
     return Profiled(profile=profile, measured=measured, complete=complete, phases=phases)
+
+
+def _programs(device: torch.device, report: Report, *, must_compile: bool) -> CompiledPrograms:
+    """What compiles the layers; a machine without a compiler is refused."""
+    try:
+        return CompiledPrograms(device, split=True, say=lambda line: report(line, 0.0))
+    except BaPipeError as error:
+        if must_compile:
+            raise _NotCompiledError(str(error)) from error
+        raise
 
 
 def _trained_in(precision: str) -> Precision:

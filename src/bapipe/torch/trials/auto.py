@@ -17,6 +17,7 @@ from pathlib import Path
 from bapipe.analysis.calibrate import Calibrated, write_calibrated
 from bapipe.costs.profile import Profile, read_profile, write_profile
 from bapipe.costs.profile_merge import merge_profiles
+from bapipe.costs.profile_ways import Compiling, has_both_ways, way_words
 from bapipe.errors import BaPipeError
 from bapipe.hardware.cluster import Cluster
 from bapipe.hardware.cluster_file import parse_cluster, read_cluster
@@ -101,6 +102,8 @@ def auto(
     found = explore(calibrated.profile, calibrated.cluster, request)
     predicted = make_plan(found)
     label, seconds = found.best.candidate.label, predicted.prediction.time
+    if options.compiled == "auto":
+        label = f"{label}, {way_words(compiled=predicted.compiled)}"
     say(f"  {label}: {format_seconds(seconds)} per global batch predicted")
     plan = predicted
     raced = race_found(found, run, limit=options.racing, code=Path.cwd(), report=say)
@@ -129,19 +132,19 @@ class _Steps:
     """What is being done, and the commands that do the same."""
 
     def __init__(self, folder: Path, say: Say) -> None:
-        self._say = say
+        self.say = say
         self._file = folder / "commands.sh"
         self._commands: list[str] = []
 
     def begin(self, what: str, seconds: float | None) -> None:
-        self._say(what if seconds is None else f"{what}, about {seconds:.0f} s")
+        self.say(what if seconds is None else f"{what}, about {seconds:.0f} s")
 
     def command(self, *words: str) -> None:
         self._commands.append(shlex.join(("bapipe", *words)))
         write_text(self._file, "\n".join(self._commands) + "\n")
 
     def end(self, seconds: float) -> None:
-        self._say(f"done in {seconds:.0f} s; {self._file} has the single commands")
+        self.say(f"done in {seconds:.0f} s; {self._file} has the single commands")
 
 
 def _detect(options: AutoOptions, steps: _Steps) -> tuple[Machine, Cluster]:
@@ -198,12 +201,12 @@ def _measured(
     words = ["profile", model, "--micro-batch", listed, "--optimizer", options.optimizer]
     words += ["--precision", options.precision]
     words += [f"--arg={key}={value}" for key, value in options.args.items()]
-    words += ["--compile"] if options.compiled else []
+    words += {False: [], True: ["--compile"], "auto": ["--compile", "auto"]}[options.compiled]
     steps.command(*words, "--device", group.device, "--type", group.type, "-o", str(path))
     if path.exists() and not options.fresh:
         known = read_profile(path)
         wanted = model_ref(model, options.args)
-        same = (known.model.ref, dict(known.model.args), known.dtype, known.compiled, *known.accelerators) == (
+        same = (known.model.ref, dict(known.model.args), known.dtype, _ways(known), *known.accelerators) == (
             wanted.ref,
             dict(wanted.args),
             options.precision,
@@ -230,8 +233,15 @@ def _measured(
     )
     if not found.complete:
         raise KeyboardInterrupt
+    for line in found.notes:
+        steps.say(line)
     write_profile(found.profile, path)
     return found.profile
+
+
+def _ways(profile: Profile) -> Compiling:
+    """How the layers were measured."""
+    return "auto" if has_both_ways(profile) else profile.compiled
 
 
 def _calibrate(

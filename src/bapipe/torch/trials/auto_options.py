@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapipe.costs.optimizers import parse_optimizer
+from bapipe.costs.profile_ways import Compiling
 from bapipe.hardware.precision import DEFAULT_PRECISION, find_precision
 from bapipe.models.builtin import Argument
 
@@ -34,8 +35,8 @@ class AutoOptions:
     """older name of `precision`"""
     device: str | None = None
     """cpu or cuda; None: what there is"""
-    compiled: bool = False
-    """whether layers are measured and run compiled"""
+    compiled: Compiling = False
+    """whether layers are measured and run compiled; auto: they are measured both ways and run as is faster"""
     racing: int = 4
     """plans that are raced; 1: none is, the prediction decides"""
     fresh: bool = False

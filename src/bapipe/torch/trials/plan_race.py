@@ -11,8 +11,9 @@ from statistics import quantiles
 from bapipe.analysis.calibrate import ShortRun, calibrate
 from bapipe.analysis.recalibrate import predict_again, recalibrate
 from bapipe.costs.profile import Profile
+from bapipe.costs.profile_ways import of_way
 from bapipe.errors import BaPipeError
-from bapipe.planner import Exploration, explore, race_candidates, unraced_candidates
+from bapipe.planner import Exploration, explore, other_way_of, race_candidates, unraced_candidates
 from bapipe.records.plan import Plan, gap_over
 from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.trials.run_trials import Report, estimated_seconds, run_trials
@@ -58,7 +59,8 @@ def race_found(
     """Race at most so many plans of a search that may be the fastest; None where only the chosen one may be.
 
     Their runs say more of layers and links than was known before. Where the search with that finds other plans
-    that may be faster, these are raced against the fastest in a second round.
+    that may be faster, these are raced against the fastest in a second round. They run compiled, or as captured,
+    as the fastest of the first round does.
     """
     plans = race_candidates(found, limit=limit)
     if len(plans) == 1:
@@ -67,14 +69,19 @@ def race_found(
     say(f"racing {len(plans)} plans whose predictions lie within error of each other, {_about(plans)}")
     first = race(plans, options, code=code)
     assert first.best.seconds is not None
+    other = other_way_of(found)
+    way = found if other is None or first.best.plan.compiled == found.compiled else other
+    alike = [trial for trial in first.trials if trial.plan.compiled == way.compiled]
     runs = [
         ShortRun(plan=trial.plan, records=trial.records, seconds=trial.seconds)
-        for trial in first.trials
+        for trial in alike
         if trial.seconds is not None and trial.plan.schedule.flushes
     ]
-    known = calibrate(found.profile, found.hardware.cluster, runs)
-    again = explore(known.profile, known.cluster, found.request)
-    others = unraced_candidates(found, again, plans, beat=first.best.seconds, limit=limit - 1)
+    known = calibrate(way.profile, way.hardware.cluster, runs)
+    again = explore(known.profile, known.cluster, way.request)
+    others = unraced_candidates(
+        way, again, [trial.plan for trial in alike], beat=first.best.seconds, limit=limit - 1
+    )
     if not others:
         return first
     again_raced = [first.best.plan, *others]
@@ -121,7 +128,8 @@ def with_measured_time(trial: Trial, profile: Profile) -> Plan:
     plan = trial.plan
     if trial.seconds is None:
         return plan
-    found = predict_again(plan, recalibrate(plan, trial.records[-1], profile).profile)
+    own = of_way(profile, compiled=plan.compiled)
+    found = predict_again(plan, recalibrate(plan, trial.records[-1], own).profile)
     before = format_seconds(plan.prediction.time)
     steps = trial.steps()
     prediction = replace(

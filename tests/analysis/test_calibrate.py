@@ -10,7 +10,7 @@ import pytest
 from bapipe.analysis.calibrate import Calibrated, ShortRun, calibrate
 from bapipe.analysis.recalibrate import fit_profile, predict_again
 from bapipe.costs.profile import Profile
-from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster import Cluster, CollectiveRates
 from bapipe.planner import Request, explore, make_plan
 from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
@@ -140,6 +140,29 @@ def test_sums_of_gradients_have_the_rate_that_data_parallelism_showed() -> None:
     found = calibrate(profile, cluster, [run])
     assert found.profile == profile
     assert found.cluster.collective_bandwidth == pytest.approx(10.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_collectives_with_rates_of_their_own_change_as_the_sums_that_a_run_showed(zero: str) -> None:
+    """Five times slower, all of them, whether the run summed gradients or scattered them."""
+    profile, cluster = filed()
+    options = {
+        "global_batch": 8,
+        "microbatch": 4,
+        "schedule": "data-parallel",
+        "engines": False,
+        "zero_stage": zero,
+    }
+    measured = CollectiveRates(buckets=60.0, gather=80.0, scatter=40.0)
+    cluster = replace(cluster, collective_bandwidth=50.0, collective_rates=measured)
+    plan = planned(profile, cluster, **options)
+    slow = planned(profile, replace(cluster, collective_rates=measured.slower(5.0)), **options)
+    run = ShortRun(plan=plan, records=(), seconds=slow.prediction.time)
+    found = calibrate(profile, cluster, [run]).cluster
+    assert found.collective_bandwidth == pytest.approx(12.0, rel=1e-3)
+    assert found.collective_rates.buckets is None
+    assert found.collective_rates.gather == pytest.approx(16.0, rel=1e-3)
+    assert found.collective_rates.scatter == pytest.approx(8.0, rel=1e-3)
 
 
 def mixed() -> tuple[Profile, Cluster]:

@@ -180,6 +180,12 @@ def test_own_type_wins_over_the_catalogue(tmp_path: Path) -> None:
         ),
         (HEAD + ONE + "[collective]\nbandwidth = 0\n", r"collective: bandwidth must be more than 0"),
         (HEAD + ONE + "[collective]\nbandwidth = 1\noverlap = 1.5\n", r"has 0 to 1 of its rate, got 1.5; correct"),
+        (
+            HEAD + ONE + "[collective]\nbandwidth = 1\ngather = 0\n",
+            r"collective: gather must be more than 0, got 0",
+        ),
+        (HEAD + ONE + "[collective]\nbandwidth = 1\ngathr = 1\n", r"did you mean 'gather'"),
+        (HEAD + ONE + "[collective]\nscatter = 1\n", r"bandwidth"),
         (HEAD + ONE + "[bus]\nbandwith = 1\n", r"bus: unknown key 'bandwith' \(did you mean 'bandwidth'\?\)"),
         (HEAD + ONE.replace("v100", "mine") + OWN, r"type 'mine' has no link_bandwidth; add \[links.within\]"),
         (HEAD + ONE + OWN.replace("1e9", "0"), r"types: mine: memory must be more than 0"),

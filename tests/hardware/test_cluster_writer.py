@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bapipe.errors import BaPipeError
-from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster import Cluster, CollectiveRates
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.hardware.cluster_toml import cluster_toml
 from paths import REPOSITORY
@@ -44,6 +44,7 @@ def test_names_with_quotes_and_rates_of_its_own(tmp_path: Path) -> None:
         accelerators=tuple(replace(item, type='my "fast" \\ card') for item in cluster.accelerators),
         pairs={"node0/0 - node0/2": replace(cluster.within, bandwidth=1.25e9, latency=3e-6, duplex="half")},
         collective_bandwidth=1.6e9,
+        collective_rates=CollectiveRates(buckets=2.5e9, gather=1.25e9, scatter=0.75e9),
         collective_overlap=0.625,
         bus_bandwidth=4.8e10,
     )
@@ -59,6 +60,17 @@ def test_the_spread_of_links_is_kept_and_no_spread_is_not_written(tmp_path: Path
     )
     assert _written(known, tmp_path) == known
     assert "spread" not in cluster_toml(cluster)
+
+
+@pytest.mark.parametrize("name", ["buckets", "gather", "scatter"])
+def test_each_rate_of_a_collective_is_kept_and_none_is_written_that_is_not_known(
+    name: str, tmp_path: Path
+) -> None:
+    cluster = replace(read_cluster("3xv100"), collective_bandwidth=1e9)
+    known = replace(cluster, collective_rates=CollectiveRates(**{name: 3e9}))
+    assert _written(known, tmp_path) == known
+    assert name in cluster_toml(known)
+    assert name not in cluster_toml(cluster)
 
 
 def test_a_spread_may_be_written_as_a_percentage(tmp_path: Path) -> None:

@@ -6,8 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from bapipe.hardware.cluster import Accelerator, Cluster, Level, Link, Uplink
-from bapipe.planner.gradient_rings import all_reduce_time, shared_uplinks
+from bapipe.errors import BaPipeError
+from bapipe.hardware.cluster import Accelerator, Cluster, CollectiveRates, Level, Link, Uplink
+from bapipe.hardware.cluster_merge import merged_clusters
+from bapipe.planner.gradient_rings import (
+    all_gather,
+    all_reduce,
+    all_reduce_time,
+    gradient_sum,
+    gradient_sum_time,
+    reduce_scatter,
+    shared_uplinks,
+)
 from made_profiles import made_cluster
 
 SIZE = 1200.0
@@ -105,3 +115,60 @@ def test_every_level_has_its_ring() -> None:
     flat = ring(32, Link(bandwidth=10.0, latency=0.1))
     assert all_reduce_time(own, members, SIZE) < flat
     assert all_reduce_time(own, members[:-1], SIZE) == pytest.approx(ring(31, BETWEEN))
+
+
+PAIR = (0, 1)
+RATES = CollectiveRates(buckets=20.0, gather=40.0, scatter=30.0)
+
+
+def sends(rate: float) -> float:
+    """What a rank sends at that rate when two gather or scatter, and the latency of it."""
+    return SIZE / 2 / rate + WITHIN.latency
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_collectives_take_what_their_own_rates_say(kind: str) -> None:
+    """And one all-reduce alone what the cluster says of that."""
+    own = replace(cluster(1, 2), collective_bandwidth=10.0, collective_rates=RATES)
+    own = replace(own, types={"x": replace(own.types["x"], kind=kind)})
+    assert all_reduce_time(own, PAIR, SIZE) == pytest.approx(2 * sends(10.0))
+    assert gradient_sum_time(own, PAIR, SIZE) == pytest.approx(2 * sends(20.0))
+    assert all_gather(own, PAIR).seconds(SIZE) == pytest.approx(sends(40.0))
+    assert reduce_scatter(own, PAIR).seconds(SIZE) == pytest.approx(sends(30.0))
+    late, each = gradient_sum(own, PAIR).line()
+    assert late + SIZE * each == pytest.approx(gradient_sum_time(own, PAIR, SIZE))
+
+
+def test_collectives_without_rates_of_their_own_are_parts_of_an_all_reduce() -> None:
+    """gloo, by which CPUs scatter, makes a whole one of it."""
+    own = replace(cluster(1, 2), collective_bandwidth=10.0)
+    whole = all_reduce_time(own, PAIR, SIZE)
+    assert gradient_sum(own, PAIR) is all_reduce(own, PAIR)  # made once for both
+    assert gradient_sum_time(own, PAIR, SIZE) == whole
+    assert all_gather(own, PAIR).seconds(SIZE) == reduce_scatter(own, PAIR).seconds(SIZE) == whole / 2
+    cpus = replace(own, types={"x": replace(own.types["x"], kind="cpu")})
+    assert all_gather(cpus, PAIR).seconds(SIZE) == whole / 2
+    assert reduce_scatter(cpus, PAIR).seconds(SIZE) == whole
+
+
+def test_nothing_is_sent_where_there_is_nothing() -> None:
+    own = replace(cluster(1, 2), collective_bandwidth=10.0, collective_rates=RATES)
+    for found in (gradient_sum(own, PAIR), all_gather(own, PAIR), reduce_scatter(own, PAIR)):
+        assert found.seconds(0.0) > 0.0
+        assert found.seconds_if_any(0.0) == 0.0
+    assert all_gather(own, (0,)).seconds(SIZE) == 0.0
+
+
+def test_rates_of_collectives_need_that_of_an_all_reduce() -> None:
+    with pytest.raises(BaPipeError, match="without that of an all-reduce; add its bandwidth"):
+        replace(cluster(1, 2), collective_rates=RATES)
+    with pytest.raises(BaPipeError, match="gather must be more than 0, got 0; correct it"):
+        CollectiveRates(gather=0.0)
+
+
+def test_the_slowest_node_s_collectives_stand_for_all() -> None:
+    """At most at the rate of the link between nodes."""
+    first = replace(cluster(1, 2), collective_bandwidth=10.0, collective_rates=RATES)
+    second = replace(first, collective_rates=CollectiveRates(buckets=15.0, gather=90.0))
+    merged = merged_clusters({"a": first, "b": second}, between=Link(bandwidth=35.0), name="both")
+    assert merged.collective_rates == CollectiveRates(buckets=15.0, gather=35.0, scatter=30.0)

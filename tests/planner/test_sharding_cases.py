@@ -7,11 +7,11 @@ micro-batches of one sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from bapipe.hardware.cluster import Cluster
+from bapipe.hardware.cluster import Cluster, CollectiveRates
 from bapipe.planner import Request, explore, make_plan
 from bapipe.records.plan import Plan
 from made_profiles import made_cluster, made_profile
@@ -57,6 +57,7 @@ class Case:
     """bytes of weights"""
     update: float = 0.0
     """seconds of a layer's optimizer step"""
+    rates: CollectiveRates = field(default_factory=CollectiveRates)
 
 
 CASES = [
@@ -87,7 +88,9 @@ def planned(case: Case, **request: str) -> Plan:
 
 
 def cluster(case: Case) -> Cluster:
-    return made_cluster({"x": RANKS}, bandwidth=case.bandwidth, memory=case.memory)
+    made = made_cluster({"x": RANKS}, bandwidth=case.bandwidth, memory=case.memory)
+    known = case.bandwidth if case.rates.known else None
+    return replace(made, collective_bandwidth=known, collective_rates=case.rates)
 
 
 def answer(plan: Plan) -> str:
@@ -106,6 +109,40 @@ def test_the_planner_gives_the_answer_that_was_worked_out(case: Case) -> None:
         assert plan.prediction.time == pytest.approx(case.time, rel=1e-4)
     for stage in plan.stages:
         assert stage.memory_bytes <= case.memory
+
+
+@pytest.mark.parametrize(
+    ("rates", "data_parallel_by", "zero_by", "fsdp_by"),
+    [
+        (CollectiveRates(buckets=4e9), 4.0, (4.0, 1.0), (1.0, 4.0)),
+        (CollectiveRates(buckets=4e9, gather=2e9, scatter=8e9), 4.0, (8.0, 2.0), (2.0, 8.0)),
+        (CollectiveRates(gather=2e9), 1.0, (1.0, 2.0), (2.0, 1.0)),
+    ],
+)
+def test_plans_are_priced_by_the_rates_of_the_collectives_that_they_use(
+    rates: CollectiveRates,
+    data_parallel_by: float,
+    zero_by: tuple[float, float],
+    fsdp_by: tuple[float, float],
+) -> None:
+    """Links of 1 GB/s, where an all-reduce of all weights takes 12 s, and its halves 6.
+
+    FSDP2 gathers all weights twice for each of four micro-batches and scatters all gradients. On links so slow all
+    of that is seen, and some of the compute.
+    """
+    case = Case(name="", bandwidth=1e9, memory=80e9, answer="", time=None, rates=rates)
+    whole, forward, backward = ring(8e9, 1e9), LAYERS * FORWARD, LAYERS * BACKWARD
+    work = case.batch / RANKS * (forward + backward)
+    found = planned(case, strategy="dp", zero_stage="0").prediction.time
+    assert found == pytest.approx(work + whole / data_parallel_by - backward)
+    assert planned(case, strategy="ddp").prediction.time == pytest.approx(found)
+    scatter, gather = whole / 2 / zero_by[0], whole / 2 / zero_by[1]
+    found = planned(case, strategy="dp", zero_stage="1").prediction.time
+    seen = max(BUCKET / (LAYERS * case.layer) * scatter, scatter - backward)
+    assert found == pytest.approx(work + seen + gather)
+    gather, scatter = (whole / 2 / by for by in fsdp_by)
+    found = planned(case, strategy="fsdp").prediction.time / (case.batch / RANKS)
+    assert 2 * gather + scatter < found < 2 * gather + scatter + forward + backward
 
 
 def test_memory_is_what_is_sharded() -> None:

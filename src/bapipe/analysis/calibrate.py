@@ -90,7 +90,7 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
         # Of a part of the accelerators it would say what links of that part do, not what those of all do.
         if run.plan.kind == "data-parallel" and len(run.plan.ranks) == len(cluster):
             rate = _sum_rate(corrected, linked, run)
-            linked = replace(linked, collective_bandwidth=rate)
+            linked = _with_sum_rate(linked, rate)
             changes.append(_sum_change(rate))
     return Calibrated(profile=corrected, cluster=linked, changes=tuple(changes))
 
@@ -168,7 +168,7 @@ def _sum_rate(profile: Profile, cluster: Cluster, run: ShortRun) -> float:
     beside = max(profile.table(kind).step_overhead or 0.0 for kind in kinds)
 
     def predicted(rate: float) -> float:
-        summed = replace(cluster, collective_bandwidth=rate)
+        summed = _with_sum_rate(cluster, rate)
         return beside + plan_timeline(predict_again(run.plan, profile, summed)).time
 
     low, high = map(math.log, _RATES)
@@ -176,6 +176,13 @@ def _sum_rate(profile: Profile, cluster: Cluster, run: ShortRun) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if predicted(math.exp(middle)) > run.seconds else (low, middle)
     return math.exp((low + high) / 2)
+
+
+def _with_sum_rate(cluster: Cluster, rate: float) -> Cluster:
+    """The cluster with that rate of sums in buckets, and other collectives faster or slower as those are."""
+    before = cluster.collective_rates.buckets or cluster.collective_bandwidth or rate
+    others = replace(cluster.collective_rates.slower(before / rate), buckets=None)
+    return replace(cluster, collective_bandwidth=rate, collective_rates=others)
 
 
 def _layer_changes(profile: Profile, by_size: dict[int, Profile]) -> list[str]:

@@ -16,6 +16,7 @@ __all__ = ["show_command"]
 
 _MOST_NAMES = 4
 """groups of a level that are named"""
+_COLLECTIVES = {"buckets": "all-reduces in buckets", "gather": "all-gather", "scatter": "reduce-scatter"}
 
 
 @click.command("show")
@@ -57,6 +58,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
         yield f"bus of each node: {format_bandwidth(cluster.bus_bandwidth)}"
     if cluster.collective_bandwidth is not None:
         yield f"all-reduce: {format_bandwidth(cluster.collective_bandwidth)} per accelerator"
+    for name, rate in cluster.collective_rates.known.items():
+        yield f"{_COLLECTIVES[name]}: {format_bandwidth(rate)} per accelerator"
 
 
 def _link(link: Link) -> str:

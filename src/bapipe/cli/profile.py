@@ -48,6 +48,10 @@ __all__ = [
 ]
 
 
+_LOAD_SIZE = 16
+"""largest micro-batch with which other slices or ranks train meanwhile"""
+
+
 @click.command("profile", cls=CompilingCommand)
 @click.argument("model", required=False)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
@@ -85,7 +89,12 @@ __all__ = [
 @click.option("--slice-memory", help="Memory of each slice, such as 16GB.")
 @click.option("--slice", type=int, default=0, help="Which slice, where the GPU is cut (bapipe slices start).")
 @click.option("--links", is_flag=True, help="Measure links between ranks of this machine instead of a model.")
-@click.option("--ranks", type=int, help="For --links.  [default: all GPUs or slices, or 2 on CPUs]")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1, max=64),
+    help="For --links.  [default: all GPUs or slices, or 2 on CPUs] For a model on a CPU: ranks that train it "
+    "at once, one of which is measured.  [default: 1]",
+)
 @click.option(
     "--transport",
     type=click.Choice(TRANSPORTS),
@@ -107,6 +116,7 @@ def profile_command(model: str | None, **options: Any) -> None:
       bapipe profile my_package.my_model:build --arg layers=24 --precision bf16-mixed --device cuda -o profile.json
       bapipe profile hf:llama --arg num_hidden_layers=8 --lora r=8 --device cuda -o profile.json
       bapipe profile gnmt-8 --device cuda --slice-of 4 --slice-memory 16GB -o slice.json
+      bapipe profile gpt --ranks 2 -o two-ranks.json
       bapipe profile --links --ranks 4 -o cluster.toml
     """
     if options["links"]:
@@ -141,7 +151,7 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
         fresh=options["fresh"],
         parts=options["parts"],
     )
-    with _sliced(model, arguments, options) as load, progress_bar("capturing") as report:
+    with _beside(model, arguments, options) as load, progress_bar("capturing") as report:
         return profile_model(
             model,
             settings=settings,
@@ -157,6 +167,37 @@ def _profile(model: str, options: dict[str, Any]) -> Profiled:
             before=load.wait if load else None,
             report=report,
         )
+
+
+def _beside(
+    model: str, arguments: dict[str, Any], options: dict[str, Any]
+) -> contextlib.AbstractContextManager[Load | None]:
+    """What trains beside what is measured: the other slices of a GPU, or the other ranks of a CPU."""
+    from bapipe.torch.profiler.background_load import beside_ranks
+
+    ranks = options["ranks"]
+    if ranks is None:
+        return _sliced(model, arguments, options)
+    if options["device"] != "cpu":
+        raise BaPipeError(
+            "--ranks of a profile are those of a CPU: GPUs share nothing, and slices are cut by --slice-of; "
+            "leave it out, or use --device cpu"
+        )
+    return beside_ranks(
+        ranks,
+        model,
+        arguments,
+        precision=options["precision"],
+        microbatch=_load_size(options),
+        threads=options["threads"],
+        compiled=options["compiled"] is True,
+    )
+
+
+def _load_size(options: dict[str, Any]) -> int:
+    """The micro-batch of what trains beside: the largest that is measured and not too large for every rank."""
+    sizes: tuple[int, ...] = options["microbatches"]
+    return max([size for size in sizes if size <= _LOAD_SIZE] or [min(sizes)])
 
 
 @contextlib.contextmanager
@@ -185,7 +226,6 @@ def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> I
         click.echo(f"on slice {index} of {len(cut)}: {slices.describe(cut, index)}, the others loaded", err=True)
     os.environ.update(slices.slice_environment(cut, index))
     options["device"] = "cuda"
-    sizes = [size for size in options["microbatches"] if size <= 16] or [min(options["microbatches"])]
     try:
         with loaded(
             cut,
@@ -193,7 +233,7 @@ def _sliced(model: str, arguments: dict[str, Any], options: dict[str, Any]) -> I
             model,
             arguments,
             precision=options["precision"],
-            microbatch=max(sizes),
+            microbatch=_load_size(options),
             compiled=options["compiled"] is True,
         ) as load:
             yield load
@@ -312,6 +352,9 @@ def _links(options: dict[str, Any]) -> None:
     _print_links(measured.pairs, "point to point")
     _print_links(measured.together, "all neighbours at once")
     _print_links(measured.all_reduce, "all-reduce from the first rank to the last")
+    _print_links(measured.buckets, "all-reduces in buckets, queued")
+    _print_links(measured.gather, "all-gather")
+    _print_links(measured.scatter, "reduce-scatter")
     click.echo(measured.reason)
     click.echo(f"wrote {options['out']}" if options["out"] else text)
 

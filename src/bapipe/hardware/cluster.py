@@ -21,6 +21,7 @@ __all__ = [
     "Accelerator",
     "AcceleratorType",
     "Cluster",
+    "CollectiveRates",
     "Efficiency",
     "Level",
     "Link",
@@ -178,6 +179,37 @@ class Level:
     """of every group; None: transfers across its edge do not share anything"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRates:
+    """Bytes/s of what is sent in another way than one all-reduce at a time; None: from the all-reduce's rate.
+
+    A rate is that of a ring: r accelerators take 2(r−1)/r of the bytes over it for an all-reduce, and half of that
+    for an all-gather or a reduce-scatter.
+    """
+
+    buckets: float | None = None
+    """of all-reduces of 25 MB that are queued one behind the other, as gradients are summed"""
+    gather: float | None = None
+    """of an all-gather"""
+    scatter: float | None = None
+    """of a reduce-scatter"""
+
+    def __post_init__(self) -> None:
+        for name, rate in self.known.items():
+            if not rate >= LEAST_RATE:
+                raise BaPipeError(f"collective: {name} must be more than 0, got {rate:g}; correct it")
+
+    @property
+    def known(self) -> dict[str, float]:
+        """Those that are known, by name."""
+        rates = {"buckets": self.buckets, "gather": self.gather, "scatter": self.scatter}
+        return {name: rate for name, rate in rates.items() if rate is not None}
+
+    def slower(self, factor: float) -> CollectiveRates:
+        """Each of them slower by that factor."""
+        return CollectiveRates(**{name: rate / factor for name, rate in self.known.items()})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Accelerators and what connects them."""
@@ -195,6 +227,8 @@ class Cluster:
     """chain: only neighbours in the order of `accelerators` are connected (the paper's daisy chain)"""
     collective_bandwidth: float | None = None
     """effective bytes/s per accelerator of an all-reduce; None: the slowest link's"""
+    collective_rates: CollectiveRates = field(default_factory=CollectiveRates)
+    """of other collectives than one all-reduce at a time"""
     collective_overlap: float = 1.0
     """share of its rate that an all-reduce has beside a backward: less than 1 where both need the host's cores"""
     bus_bandwidth: float | None = None
@@ -228,6 +262,10 @@ class Cluster:
                 raise BaPipeError(
                     f"a bus or collective needs a bandwidth of more than 0, got {rate:g}; correct it"
                 )
+        if self.collective_rates.known and self.collective_bandwidth is None:
+            raise BaPipeError(
+                f"cluster '{self.name}' has rates of collectives without that of an all-reduce; add its bandwidth"
+            )
         _require_levels(self)
 
     def __hash__(self) -> int:

@@ -10,7 +10,15 @@ from typing import Any, Literal
 from bapipe.errors import BaPipeError, FileFormatError, nearest
 from bapipe.hardware.catalog import catalog_aliases, find_type, load_catalog
 from bapipe.hardware.catalog.accelerator_types import TypeEntry, accelerator_type
-from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link, numbered_names, require_node_name
+from bapipe.hardware.cluster import (
+    Accelerator,
+    AcceleratorType,
+    Cluster,
+    CollectiveRates,
+    Link,
+    numbered_names,
+    require_node_name,
+)
 from bapipe.hardware.cluster_levels import LevelEntry, joins_all, read_levels
 from bapipe.hardware.link_entries import LinkEntry, read_bandwidth, read_link
 from bapipe.io.decode import decode
@@ -67,6 +75,9 @@ class _Collective(_Shared):
     """[collective]."""
 
     overlap: float = 1.0
+    buckets: str | float | None = None
+    gather: str | float | None = None
+    scatter: str | float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +200,7 @@ def _cluster(data: dict[str, Any], path: str) -> Cluster:
         pairs=_pairs(entry.links.pair, names, chain=entry.topology == "chain", path=path),
         topology=entry.topology,
         collective_bandwidth=_shared(entry.collective, where=f"{path}: collective"),
+        collective_rates=_rates(entry.collective, where=f"{path}: collective"),
         collective_overlap=entry.collective.overlap if entry.collective else 1.0,
         bus_bandwidth=_shared(entry.bus, where=f"{path}: bus"),
         levels=levels,
@@ -213,6 +225,15 @@ def _link(entry: LinkEntry | None, *, where: str) -> Link | None:
 
 def _shared(entry: _Shared | None, *, where: str) -> float | None:
     return None if entry is None else read_bandwidth(entry.bandwidth, where=where)
+
+
+def _rates(entry: _Collective | None, *, where: str) -> CollectiveRates:
+    """Of the collectives that have a rate of their own."""
+    given = {} if entry is None else {"buckets": entry.buckets, "gather": entry.gather, "scatter": entry.scatter}
+    known = {
+        name: read_bandwidth(rate, where=where, what=name) for name, rate in given.items() if rate is not None
+    }
+    return CollectiveRates(**known)
 
 
 def _pairs(entries: tuple[_PairEntry, ...], names: list[str], *, chain: bool, path: str) -> dict[str, Link]:

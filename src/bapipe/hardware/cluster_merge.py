@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from bapipe.errors import BaPipeError
-from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, Link
+from bapipe.hardware.cluster import Accelerator, AcceleratorType, Cluster, CollectiveRates, Link
 
 __all__ = ["merged_clusters"]
 
@@ -43,7 +43,15 @@ def merged_clusters(nodes: Mapping[str, Cluster], *, between: Link, name: str) -
         between=between,
         pairs=pairs,
         collective_bandwidth=min([*rates, between.bandwidth]) if rates else None,
+        collective_rates=_slowest(nodes.values(), between.bandwidth),
     )
+
+
+def _slowest(clusters: Iterable[Cluster], between: float) -> CollectiveRates:
+    """The least rate of each collective that a node measured, and at most that of the link between nodes."""
+    known = [cluster.collective_rates.known for cluster in clusters]
+    names = dict.fromkeys(name for own in known for name in own)
+    return CollectiveRates(**{name: min(between, *(own[name] for own in known if name in own)) for name in names})
 
 
 def _slower(one: AcceleratorType, other: AcceleratorType) -> AcceleratorType:

@@ -26,7 +26,7 @@ def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
     ]
     if cluster.collective_bandwidth is not None:
         values = {"bandwidth": cluster.collective_bandwidth, "overlap": cluster.collective_overlap}
-        lines += [f"collective = {_table(values)}"]
+        lines += [f"collective = {_table(values | cluster.collective_rates.known)}"]
     if cluster.bus_bandwidth is not None:
         lines += [f"bus = {{ bandwidth = {cluster.bus_bandwidth!r} }}"]
     lines += ["", *(f"# {line}" for line in comment.splitlines())]

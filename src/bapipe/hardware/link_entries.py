@@ -30,9 +30,9 @@ class UplinkEntry:
     duplex: Literal["full", "half"] = "full"
 
 
-def read_bandwidth(value: str | float, *, where: str) -> float:
-    """bytes/s, more than 0."""
-    what = f"{where}: bandwidth"
+def read_bandwidth(value: str | float, *, where: str, what: str = "bandwidth") -> float:
+    """bytes/s, more than 0; `what` is the name of the entry."""
+    what = f"{where}: {what}"
     rate = parse_bandwidth(value, what=what)
     if not rate > 0:
         raise FileFormatError(f"{what} must be more than 0, got {value}; correct it")

@@ -14,8 +14,13 @@ from bapipe.costs.stage_time import StageSeconds, stage_seconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.fsdp_events import fsdp_seconds
-from bapipe.planner.gradient_rings import all_reduce, gradient_sum_time, shared_uplinks
-from bapipe.planner.sharded_costs import gather_time, scatter_share
+from bapipe.planner.gradient_rings import (
+    all_gather,
+    gradient_sum,
+    gradient_sum_time,
+    reduce_scatter,
+    shared_uplinks,
+)
 from bapipe.schedule.actions import Schedule
 from bapipe.simulator.action_costs import Costs, ReplicaCosts
 
@@ -86,7 +91,7 @@ def _shared_update(candidate: Candidate, cluster: Cluster, costs: Costs) -> Cost
     shared = []
     for index, stage in enumerate(candidate.stages):
         count, size = len(stage.accelerators), stage_gradients(chain, stage.first, stage.last)
-        gather = gather_time(all_reduce(cluster, stage.accelerators), size) if count > 1 else 0.0
+        gather = all_gather(cluster, stage.accelerators).seconds_if_any(size)
         shared.append((1 / count, gather))
         update[index] = update[index] / count + gather
     replicas = costs.replicas
@@ -126,10 +131,11 @@ def _costs(candidate: Candidate, hardware: Hardware, seconds: StageSeconds, sche
     replicas = _replica_costs(candidate, cluster, summing)
     for index, stage in enumerate(candidate.stages):
         gradients = stage_gradients(chain, stage.first, stage.last)
-        part = scatter_share(cluster, stage.accelerators) if candidate.zero else 1.0
-        whole = part * gradient_sum_time(cluster, stage.accelerators, gradients, beside=beside)
+        summed = reduce_scatter if candidate.zero else gradient_sum
+        sums = summed(cluster, stage.accelerators, beside=beside)
+        whole = sums.seconds_if_any(gradients)
         if len(candidate.stages) == 1 and hardware.overlap_all_reduce:
-            bucket = part * gradient_sum_time(cluster, stage.accelerators, min(DDP_BUCKET, gradients))
+            bucket = sums.seconds_if_any(min(DDP_BUCKET, gradients))
             last = _ends_last(schedule, replicas)
             hidden = backward[index] if last is None else last.backward
             whole = max(bucket, whole - cluster.collective_overlap * hidden)

@@ -11,8 +11,9 @@ from bapipe.costs.stage_time import StageSeconds
 from bapipe.planner.candidate import Candidate, Hardware, accelerators_of_ranks, as_run
 from bapipe.planner.candidate_costs import run_costs, seconds_of
 from bapipe.planner.fsdp_events import fsdp_peak
+from bapipe.planner.gradient_rings import on_gpus
 from bapipe.planner.plan_network import network_of
-from bapipe.planner.sharded_costs import ddp_peak, on_gpus
+from bapipe.planner.sharded_costs import ddp_peak
 from bapipe.planner.stand_ins import stand_ins
 from bapipe.schedule.actions import Schedule
 from bapipe.simulator.action_costs import Costs

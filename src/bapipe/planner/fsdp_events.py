@@ -41,8 +41,7 @@ from bapipe.costs.segments import Chain, Floats
 from bapipe.costs.stage_memory import StageBytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.gradient_rings import all_reduce
-from bapipe.planner.sharded_costs import gather_time, on_gpus, scatter_share, scatter_time
+from bapipe.planner.gradient_rings import all_gather, on_gpus, reduce_scatter
 
 __all__ = ["FsdpSeconds", "fsdp_peak", "fsdp_seconds", "module_of", "units_of"]
 
@@ -166,7 +165,8 @@ def fsdp_seconds(chain: Chain, cluster: Cluster, members: tuple[int, ...], rows:
     """Forward and backward of a micro-batch on the slowest of the accelerators, by the rules above. Linear in the
     layers."""
     seconds, model = UnitSeconds.of(chain), _Parts.of(chain)
-    reduce, share = all_reduce(cluster, members), scatter_share(cluster, members)
+    gather = all_gather(cluster, members).seconds_if_any
+    scatter = reduce_scatter(cluster, members).seconds_if_any
     slowest = max(rows, key=lambda row: float(seconds.work[row].sum()))
 
     def forward(part: _FsdpPart) -> float:
@@ -174,12 +174,6 @@ def fsdp_seconds(chain: Chain, cluster: Cluster, members: tuple[int, ...], rows:
 
     def backward(part: _FsdpPart) -> float:
         return float(seconds.backward[slowest, list(part.layers)].sum())
-
-    def gather(size: float) -> float:
-        return gather_time(reduce, size)
-
-    def scatter(size: float) -> float:
-        return scatter_time(reduce, share, size)
 
     if not on_gpus(cluster, members):
         back = list(model.back())

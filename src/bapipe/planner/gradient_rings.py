@@ -1,4 +1,8 @@
-"""What it takes to sum the gradients of replicas: one ring, or rings within groups and between them."""
+"""What collectives take: sums, gathers and scatters, by one ring or by rings within groups and between.
+
+The one place that says it. A ring's all-gather and reduce-scatter each take half of its all-reduce. Where a
+cluster has a measured rate of one of them, or of sums in buckets, that one counts in place of the all-reduce's.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,26 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bapipe.hardware.cluster import Cluster, Link
 
-__all__ = ["AllReduce", "all_reduce", "all_reduce_time", "gradient_sum_time", "shared_uplinks"]
+__all__ = [
+    "Collective",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_time",
+    "gradient_sum",
+    "gradient_sum_time",
+    "on_gpus",
+    "reduce_scatter",
+    "shared_uplinks",
+]
 
 _FEW_NODES = 2
 """nodes up to which a group is one ring"""
+_MANY_BYTES = 1e12
+"""so many that a sum's latency is lost in its time, from which the time of one byte is taken"""
 _ALONE: Mapping[object, int] = {}
 
 
@@ -31,11 +47,13 @@ class _Ring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
-    """How some accelerators sum gradients, however many."""
+class Collective:
+    """A sum, a gather or a scatter among some accelerators, of however many bytes."""
 
     ways: tuple[tuple[_Ring, ...], ...]
-    """rings one after another, of which the fastest way is taken; none where there is nothing to sum"""
+    """rings one after another, of which the fastest way is taken; none where there is nothing to send"""
+    part: float = 1.0
+    """of the rings' time, which is that of an all-reduce"""
 
     def seconds(self, size: float) -> float:
         """Of so many bytes."""
@@ -45,18 +63,33 @@ class AllReduce:
             for ring in rings:
                 whole += ring.seconds(size)
             found = min(found, whole)
-        return found
+        return self.part * found
+
+    def seconds_if_any(self, size: float) -> float:
+        """The same, but where there are no bytes nothing is sent."""
+        return self.seconds(size) if size > 0 else 0.0
+
+    def line(self) -> tuple[float, float]:
+        """Seconds that it takes of any bytes, and what each byte adds."""
+        late = self.seconds(0.0)
+        return late, (self.seconds(_MANY_BYTES) - late) / _MANY_BYTES
 
 
 def all_reduce_time(
     cluster: Cluster, members: tuple[int, ...], size: float, *, beside: Mapping[object, int] = _ALONE
 ) -> float:
-    """Seconds of an all-reduce of `size` bytes, as `all_reduce` has it."""
+    """Seconds of one all-reduce of `size` bytes, as `all_reduce` has it."""
     return all_reduce(cluster, members, beside=beside).seconds(size)
 
 
-def all_reduce(cluster: Cluster, members: tuple[int, ...], *, beside: Mapping[object, int] = _ALONE) -> AllReduce:
-    """The all-reduce among these accelerators, by index. Linear in their number.
+def all_reduce(
+    cluster: Cluster,
+    members: tuple[int, ...],
+    *,
+    beside: Mapping[object, int] = _ALONE,
+    rate: float | None = None,
+) -> Collective:
+    """One all-reduce among these accelerators, by index. Linear in their number.
 
     A ring takes 2(r−1)/r of the bytes over its slowest link, or at the collective's own rate, and 2(r−1) of its
     longest latency. Edges of the ring that cross one uplink share it; by levels the ring goes from group to group.
@@ -64,26 +97,30 @@ def all_reduce(cluster: Cluster, members: tuple[int, ...], *, beside: Mapping[ob
     every group and one between the groups, which takes a group's share over one link, or where groups have uplinks
     over the links of all its members and the uplink. The faster of both counts. Smaller groups and CPUs, whose
     libraries do not, are one ring. `beside` has uplinks that so many all-reduces cross at once (`shared_uplinks`).
+    `rate` is that of the ring where it is known, else the cluster's rate of an all-reduce, if it has one.
     """
     if len(members) < 2:
-        return AllReduce(ways=())
-    return _among(cluster, members, beside) if beside else _alone(cluster, members)
+        return Collective(ways=())
+    rate = rate or cluster.collective_bandwidth
+    return _among(cluster, members, beside, rate) if beside else _alone(cluster, members, rate)
 
 
 @functools.lru_cache(maxsize=256)
-def _alone(cluster: Cluster, members: tuple[int, ...]) -> AllReduce:
+def _alone(cluster: Cluster, members: tuple[int, ...], rate: float | None) -> Collective:
     """Searches ask for the same ones again and again."""
-    return _among(cluster, members, _ALONE)
+    return _among(cluster, members, _ALONE, rate)
 
 
-def _among(cluster: Cluster, members: tuple[int, ...], beside: Mapping[object, int]) -> AllReduce:
+def _among(
+    cluster: Cluster, members: tuple[int, ...], beside: Mapping[object, int], rate: float | None
+) -> Collective:
     count = len(members)
     if cluster.levels:
         members = tuple(sorted(members, key=lambda index: (cluster.place(index), index)))
     edges = list(zip(members, (*members[1:], members[0]), strict=True))
     links = {_ring_link(cluster, a, b) for a, b in edges}
-    if cluster.collective_bandwidth is not None:
-        bandwidth = cluster.collective_bandwidth
+    if rate is not None:
+        bandwidth = rate
     else:
         bandwidth = min(_one_way(link) for link in links)
         if cluster.bus_bandwidth is not None:
@@ -92,7 +129,7 @@ def _among(cluster: Cluster, members: tuple[int, ...], beside: Mapping[object, i
             bandwidth = min(bandwidth, _uplink_rate(cluster, edges, beside))
     flat = _Ring(count=count, bandwidth=bandwidth, latency=max(link.latency for link in links))
     levels = _by_levels(cluster, members, beside) if cluster.levels else _two_levels(cluster, members)
-    return AllReduce(ways=((flat,),) if levels is None else ((flat,), levels))
+    return Collective(ways=((flat,),) if levels is None else ((flat,), levels))
 
 
 def shared_uplinks(cluster: Cluster, groups: Iterable[Sequence[int]]) -> dict[object, int]:
@@ -110,7 +147,38 @@ def gradient_sum_time(
     cluster: Cluster, members: tuple[int, ...], gradients: float, *, beside: Mapping[object, int] = _ALONE
 ) -> float:
     """Seconds to sum so many bytes of gradients of replicas; where all is frozen nothing is sent."""
-    return all_reduce_time(cluster, members, gradients, beside=beside) if gradients > 0 else 0.0
+    return gradient_sum(cluster, members, beside=beside).seconds_if_any(gradients)
+
+
+def gradient_sum(
+    cluster: Cluster, members: tuple[int, ...], *, beside: Mapping[object, int] = _ALONE
+) -> Collective:
+    """The sum of the gradients of replicas, in buckets."""
+    return all_reduce(cluster, members, beside=beside, rate=cluster.collective_rates.buckets)
+
+
+def all_gather(cluster: Cluster, members: tuple[int, ...]) -> Collective:
+    """An all-gather, of the bytes that each has afterwards."""
+    return replace(all_reduce(cluster, members, rate=cluster.collective_rates.gather), part=0.5)
+
+
+def reduce_scatter(
+    cluster: Cluster, members: tuple[int, ...], *, beside: Mapping[object, int] = _ALONE
+) -> Collective:
+    """A reduce-scatter, of the bytes that each has before.
+
+    Where its rate is not known it is taken to be as fast as sums, but gloo makes a whole all-reduce of it.
+    """
+    rate = cluster.collective_rates.scatter
+    if rate is not None:
+        return replace(all_reduce(cluster, members, beside=beside, rate=rate), part=0.5)
+    part = 0.5 if on_gpus(cluster, members) else 1.0
+    return replace(gradient_sum(cluster, members, beside=beside), part=part)
+
+
+def on_gpus(cluster: Cluster, members: Sequence[int]) -> bool:
+    """Whether collectives run beside the compute, by NCCL; else they go by gloo and are waited for."""
+    return all(cluster.type_of(index).kind == "gpu" for index in members)
 
 
 def _uplink_rate(cluster: Cluster, edges: Iterable[tuple[int, int]], beside: Mapping[object, int]) -> float:

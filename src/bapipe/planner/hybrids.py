@@ -19,7 +19,7 @@ from bapipe.costs.stage_time import UnitSeconds, stage_seconds
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.fixed_partitions import dealt_stages
-from bapipe.planner.gradient_rings import all_reduce_time
+from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.replicas import replicated_pipelines
 
@@ -48,7 +48,7 @@ def balanced_hybrids(
         if scored and len(scored) >= tuning.hybrids_simulated and least[place] > scored[-1][0]:
             break
         longest = max(
-            all_reduce_time(cluster, stage.accelerators, stage_gradients(chain, stage.first, stage.last))
+            gradient_sum_time(cluster, stage.accelerators, stage_gradients(chain, stage.first, stage.last))
             for stage in made[place]
         )
         bisect.insort(scored, (least[place] + longest, place))

@@ -17,7 +17,7 @@ from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
-from bapipe.planner.gradient_rings import all_reduce_time
+from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.inflight_caps import inflight_bytes, least_caps, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
 from bapipe.planner.partition.exact.solve import solve
@@ -198,8 +198,8 @@ def optimal(
 
 @functools.lru_cache(maxsize=8)
 def _reduce_rates(cluster: Cluster, most: int) -> NDArray[np.float64]:
-    """Seconds per byte of an all-reduce among the first accelerators, by their number."""
-    return np.array([all_reduce_time(cluster, tuple(range(count)), 1.0) for count in range(most + 1)])
+    """Seconds per byte of gradients that are summed among the first accelerators, by their number."""
+    return np.array([gradient_sum_time(cluster, tuple(range(count)), 1.0) for count in range(most + 1)])
 
 
 def _lacking(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bapipe.costs.segments import Chain, Floats
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.candidate_costs import DDP_BUCKET
-from bapipe.planner.gradient_rings import all_reduce, gradient_sum_time
+from bapipe.planner.gradient_rings import gradient_sum, gradient_sum_time
 from bapipe.planner.plan_network import network_of
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.stage_tables import StageTables
@@ -31,8 +31,6 @@ __all__ = ["PlanCases"]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 _FIGURES = ("forward", "backward", "input_gradient", "weight_gradient", "update")
-_MANY_BYTES = 1e12
-"""so many that an all-reduce's latency is lost in its time, from which the time of one byte is taken"""
 
 
 @dataclass(eq=False)
@@ -109,9 +107,7 @@ class PlanCases:
                     found[name][stage, own] = getattr(seconds, name)[first, last]
                 if len(members) > 1:
                     size = gradients[first, last]
-                    reduce = all_reduce(cluster, members)
-                    late = reduce.seconds(0.0)
-                    each = (reduce.seconds(_MANY_BYTES) - late) / _MANY_BYTES
+                    late, each = gradient_sum(cluster, members).line()
                     found["all_reduce"][stage, own] = np.where(size > 0, late + size * each, 0.0)
         if len(self.counts) == 1 and self.counts[0] > 1 and self.hardware.overlap_all_reduce:
             self._overlap(found, patterns, which, gradients)

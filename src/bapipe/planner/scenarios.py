@@ -94,7 +94,7 @@ class Scenarios:
     def hardware(self, hardware: Hardware, number: int) -> Hardware:
         """The cluster with its links in one scenario.
 
-        The rate of an all-reduce of its own changes as the links that cross the most accelerators, a bus as the
+        Rates of collectives of their own change as the links that cross the most accelerators, a bus as the
         links within a node.
         """
         factors = [float(factor) for factor in self.links[number]]
@@ -109,6 +109,7 @@ class Scenarios:
         slowed = replace(
             cluster.with_links(changed),
             collective_bandwidth=_over(cluster.collective_bandwidth, across),
+            collective_rates=cluster.collective_rates.slower(across),
             bus_bandwidth=_over(cluster.bus_bandwidth, factors[0]),
         )
         return replace(hardware, cluster=slowed)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +22,14 @@ from bapipe.torch import slices
 from bapipe.torch.profiler import detect_machine
 from bapipe.torch.profiler.detect_machine import AcceleratorGroup, Machine, cluster_text, usable_memory
 from bapipe.torch.profiler.environment import accelerator_name
-from bapipe.torch.profiler.link_record import LinkMeasurement, LinkSample, collective_bandwidth, fit, links_of
+from bapipe.torch.profiler.link_record import (
+    LinkMeasurement,
+    LinkSample,
+    collective_bandwidth,
+    collective_rates,
+    fit,
+    links_of,
+)
 from bapipe.torch.profiler.measure_links import measure_links
 from bapipe.torch.profiler.measurement import Environment
 from bapipe.torch.profiler.statistics import SampleSummary
@@ -53,6 +63,14 @@ MEASURED = LinkMeasurement(
     pairs=(*link((0, 1), 1e9), *link((1, 2), 2e9, shared=True)),
     all_reduce=tuple(sample(size, 2e-5 + size / 5e8, both=True) for size in (8, MIB, 16 * MIB)),
 )
+SENT = replace(
+    MEASURED,
+    buckets=(sample(64 * MIB, 64 * MIB / 1e9, both=True, pair=(0, 1)), sample(100 * MIB, 0.2, pair=(0, 2))),
+    gather=tuple(sample(size, 1e-4 + size / 8e8, pair=(0, 2)) for size in (8, MIB, 16 * MIB)),
+    scatter=tuple(sample(size, 1e-4 + size / 4e8, pair=(0, 2)) for size in (8, MIB, 16 * MIB)),
+    overlap=0.25,
+)
+"""with other collectives: those of all three ranks count"""
 CORES = AcceleratorGroup(
     type="cpu-core",
     description="a test",
@@ -97,6 +115,29 @@ def test_a_measured_cluster_file_is_read_back(tmp_path: Path) -> None:
     assert cluster.types["cpu-core"].memory == 8e9
 
 
+def test_rates_of_collectives_are_those_of_a_ring_of_all_ranks(tmp_path: Path) -> None:
+    rates = collective_rates(SENT)
+    assert rates.buckets == pytest.approx(4 / 3 * 100 * MIB / 0.2)
+    assert rates.gather == pytest.approx(2 / 3 * 8e8)
+    assert rates.scatter == pytest.approx(2 / 3 * 4e8)
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_text(MACHINE, SENT))
+    cluster = read_cluster(str(path))
+    assert cluster.collective_overlap == 0.25
+    for name, rate in rates.known.items():
+        assert cluster.collective_rates.known[name] == pytest.approx(rate, rel=1e-3)
+    lines = CliRunner().invoke(cluster_group, ["show", str(path)]).output.splitlines()
+    starts = ("all-reduce: ", "all-reduces in buckets: ", "all-gather: ", "reduce-scatter: ")
+    assert all(any(line.startswith(start) for line in lines) for start in starts)
+
+
+def test_what_was_measured_before_there_were_other_collectives_has_none_of_their_rates() -> None:
+    assert collective_rates(MEASURED).known == {}
+    text = cluster_text(MACHINE, MEASURED)
+    assert "overlap" not in text
+    assert "gather" not in text
+
+
 def test_detect_describes_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     result = CliRunner().invoke(cluster_group, ["detect", "-o", str(path), "--ranks", "2"])
@@ -116,6 +157,12 @@ def test_links_between_two_ranks_of_this_machine() -> None:
     }
     assert all(item.seconds.count >= 5 and item.seconds.median > 0 for item in (*found.pairs, *found.all_reduce))
     assert links_of(found)[0, 1].bandwidth > 0
+    assert [item.nbytes for item in found.buckets] == [4 * MIB]
+    for collective in (found.gather, found.scatter):
+        assert [item.nbytes for item in collective] == [8, 2**12, 2**16, MIB]
+    assert set(collective_rates(found).known) == {"buckets", "gather", "scatter"}
+    assert found.overlap is not None
+    assert 0 <= found.overlap <= 1
 
 
 def test_links_need_two_ranks() -> None:
@@ -250,6 +297,18 @@ def test_the_commands_write_and_merge_profiles(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "details.json").read_text().startswith('{\n "schema": "bapipe.measurement/3"')
 
 
+def test_a_rank_is_profiled_while_the_others_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAPIPE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the load, too
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    command = ["measured_models:sequential", "--micro-batch", "1", "--arg", "width=16", "--ranks", "2"]
+    command += ["-o", str(tmp_path / "profile.json")]
+    result = CliRunner().invoke(profile_command, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    (table,) = read_profile(tmp_path / "profile.json").accelerators.values()
+    assert "one of 2 ranks, all training" in table.description
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -258,6 +317,7 @@ def test_the_commands_write_and_merge_profiles(tmp_path: Path, monkeypatch: pyte
         (["vgg16", "--slice-of", "4"], "--slice-of cuts a GPU, got --device cpu; add --device cuda"),
         (["vgg16", "-o", "/no/such/folder/p.json"], "is in a folder that does not exist"),
         (["--links", "--device", "tpu"], "a device is cpu or cuda, got 'tpu'"),
+        (["vgg16", "--ranks", "2", "--device", "cuda"], "--ranks of a profile are those of a CPU"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments: list[str], message: str) -> None:

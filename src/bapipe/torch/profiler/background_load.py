@@ -1,4 +1,5 @@
-"""Load for the other slices of a GPU while one is profiled: training steps of the same model, until stopped."""
+"""Load for the other slices of a GPU, or the other ranks of a CPU, while one is profiled: training steps of the
+same model, until stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from bapipe.models.model_spec import model_ref, parse_arguments
 from bapipe.torch.inputs.build_model import build_model
 from bapipe.torch.slices.mps import Slices, describe, slice_environment
 
-__all__ = ["Load", "loaded", "main"]
+__all__ = ["Load", "beside_ranks", "loaded", "main"]
 
 _PATIENCE = 180.0
 """seconds for a load to build its model and run a step"""
@@ -30,7 +31,7 @@ _GO = b"g"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What runs on the other slices."""
+    """What runs on the other slices, or as the other ranks."""
 
     name: str
     """of the own slice, with the others loaded, in a profile"""
@@ -54,29 +55,55 @@ def loaded(
     others = [index for index in range(len(slices)) if index != own]
     each = str(max(1, (os.cpu_count() or 1) // len(slices)))
     threads = {"OMP_NUM_THREADS": each, "TORCHINDUCTOR_COMPILE_THREADS": each}
-    share = describe(slices, own)
+    beside = f", {len(others)} others training beside it" if others else ""
+    command = _command("cuda", spec, args, precision=precision, microbatch=microbatch, compiled=compiled)
+    with _trained([threads | slice_environment(slices, index) for index in others], command) as wait:
+        yield Load(name=f"{describe(slices, own)}{beside}", wait=wait)
+
+
+@contextlib.contextmanager
+def beside_ranks(
+    ranks: int,
+    spec: str,
+    args: Mapping[str, Argument],
+    *,
+    precision: str,
+    microbatch: int,
+    threads: int = 1,
+    compiled: bool = False,
+) -> Iterator[Load]:
+    """All but one of so many CPU ranks begin to train the model, as in a run: they share caches and memory."""
+    own = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = _command("cpu", spec, args, precision=precision, microbatch=microbatch, compiled=compiled)
+    with _trained([own] * (ranks - 1), command) as wait:
+        yield Load(name=f"one of {ranks} ranks, all training", wait=wait)
+
+
+def _command(
+    device: str, spec: str, args: Mapping[str, Argument], *, precision: str, microbatch: int, compiled: bool
+) -> list[str]:
+    """What trains the model; who starts it adds where it says that it does."""
+    command = [sys.executable, "-m", "bapipe.torch.profiler.background_load", spec, "--device", device]
+    command += ["--precision", precision, "--microbatch", str(microbatch)]
+    command += ["--compile"] if compiled else []
+    return [*command, *(f"--arg={key}={value}" for key, value in args.items())]
+
+
+@contextlib.contextmanager
+def _trained(environments: Sequence[Mapping[str, str]], command: Sequence[str]) -> Iterator[Callable[[], None]]:
+    """A process that trains in each environment; lets them begin, and returns when all do."""
     with tempfile.TemporaryDirectory(prefix="bapipe-load-") as folder, contextlib.ExitStack() as stack:
         loads = []
-        for index in others:
+        for index, environment in enumerate(environments):
             ready = Path(folder) / f"ready{index}"
-            command = [
-                sys.executable,
-                "-m",
-                "bapipe.torch.profiler.background_load",
-                spec,
-                "--precision",
-                precision,
-            ]
-            command += ["--microbatch", str(microbatch), "--ready", str(ready)]
-            command += ["--compile"] if compiled else []
-            command += [f"--arg={key}={value}" for key, value in args.items()]
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **threads, **slice_environment(slices, index)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=open(Path(folder) / f"error{index}", "wb"),  # noqa: SIM115
-            )
+            with open(Path(folder) / f"error{index}", "wb") as errors:
+                process = subprocess.Popen(
+                    [*command, "--ready", str(ready)],
+                    env={**os.environ, **environment},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
             stack.callback(_end, process)
             loads.append((process, ready, Path(folder) / f"error{index}"))
         stack.callback(_release, [process for process, _, _ in loads])  # all of them, then each is waited for
@@ -87,8 +114,7 @@ def loaded(
             for process, ready, errors in loads:
                 _await(process, ready, errors)
 
-        beside = f", {len(others)} others training beside it" if others else ""
-        yield Load(name=f"{share}{beside}", wait=wait)
+        yield wait
 
 
 def _await(process: subprocess.Popen[bytes], ready: Path, errors: Path) -> None:
@@ -97,7 +123,9 @@ def _await(process: subprocess.Popen[bytes], ready: Path, errors: Path) -> None:
         if process.poll() is not None or time.monotonic() > end:
             lines = errors.read_text(errors="replace").strip().splitlines()
             said = lines[-1][:200] if lines else "it said nothing"
-            raise BaPipeError(f"the load on another slice did not start: {said}; give the slices more memory")
+            raise BaPipeError(
+                f"the load beside the profile did not start: {said}; give the slices or ranks more memory"
+            )
         time.sleep(0.1)
 
 

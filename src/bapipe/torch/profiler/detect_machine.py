@@ -18,7 +18,7 @@ from bapipe.hardware.catalog import load_catalog
 from bapipe.hardware.cluster import Link
 from bapipe.torch import slices
 from bapipe.torch.profiler.environment import accelerator_name, environment_of
-from bapipe.torch.profiler.link_record import LinkMeasurement, collective_bandwidth, links_of
+from bapipe.torch.profiler.link_record import LinkMeasurement, collective_bandwidth, collective_rates, links_of
 
 __all__ = ["AcceleratorGroup", "Machine", "cluster_text", "detect", "usable_memory"]
 
@@ -231,7 +231,11 @@ def _link_lines(machine: Machine, measured: LinkMeasurement) -> list[str]:
             lines += ["[[links.pair]]", f"between = {names}", *_entries(link), ""]
     rate = collective_bandwidth(measured)
     if rate is not None:
-        lines += ["[collective]", f"bandwidth = {_rounded(rate)}", ""]
+        lines += ["[collective]", f"bandwidth = {_rounded(rate)}"]
+        if measured.overlap is not None:
+            lines.append(f"overlap = {measured.overlap:.3g}")
+        known = collective_rates(measured).known
+        lines += [*(f"{name} = {_rounded(own)}" for name, own in known.items()), ""]
     return lines
 
 

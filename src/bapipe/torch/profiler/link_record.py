@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bapipe.hardware.cluster import Link
+from bapipe.hardware.cluster import CollectiveRates, Link
 from bapipe.io.files import read_versioned
 from bapipe.torch.profiler.statistics import SampleSummary
 
@@ -15,6 +15,7 @@ __all__ = [
     "LinkMeasurement",
     "LinkSample",
     "collective_bandwidth",
+    "collective_rates",
     "fit",
     "links_of",
     "read_links",
@@ -64,6 +65,14 @@ class LinkMeasurement:
     """all pairs of neighbours at once"""
     all_reduce: tuple[LinkSample, ...]
     """over the ranks from the first to the second"""
+    buckets: tuple[LinkSample, ...] = ()
+    """all-reduces that are queued one behind the other: bytes and seconds of all of them"""
+    gather: tuple[LinkSample, ...] = ()
+    """all-gathers, of the bytes that each rank has afterwards"""
+    scatter: tuple[LinkSample, ...] = ()
+    """reduce-scatters, of the bytes that each rank has before"""
+    overlap: float | None = None
+    """share of its time that a sum of all ranks takes nothing from a compute beside it"""
 
 
 def read_links(path: str | Path) -> LinkMeasurement:
@@ -136,8 +145,28 @@ def _slowdown(measured: LinkMeasurement) -> float:
 def collective_bandwidth(measured: LinkMeasurement) -> float | None:
     """The rate of a ring that would take as long as the all-reduce did: 2(r−1)/r · bytes / time."""
     idle = [item for item in measured.all_reduce if not item.busy]
-    if measured.ranks < 2 or not idle:
+    return _ring_rate(measured, idle, 2.0)
+
+
+def collective_rates(measured: LinkMeasurement) -> CollectiveRates:
+    """The same of the other collectives, from the largest of each: what a step sends is large."""
+    return CollectiveRates(
+        buckets=_ring_rate(measured, _ends(measured.buckets), 2.0),
+        gather=_ring_rate(measured, _ends(measured.gather), 1.0),
+        scatter=_ring_rate(measured, _ends(measured.scatter), 1.0),
+    )
+
+
+def _ends(samples: Sequence[LinkSample]) -> list[LinkSample]:
+    """The least and the largest."""
+    sizes = [item.nbytes for item in samples]
+    return [item for item in samples if item.nbytes in (min(sizes), max(sizes))]
+
+
+def _ring_rate(measured: LinkMeasurement, samples: Sequence[LinkSample], rounds: float) -> float | None:
+    """Of a collective among all ranks that sends all of its bytes so often around the ring; None: not measured."""
+    if measured.ranks < 2 or not samples:
         return None
-    most = max(item.second for item in idle)
-    _, rate = fit([item for item in idle if item.second == most])
-    return 2 * (measured.ranks - 1) / measured.ranks * rate
+    most = max(item.second for item in samples)
+    _, rate = fit([item for item in samples if item.second == most])
+    return rounds * (measured.ranks - 1) / measured.ranks * rate

@@ -24,6 +24,7 @@ from bapipe.io.run_folder import found_folder
 from bapipe.torch import slices
 from bapipe.torch.comm import Message, P2PChannel, TensorShape, Transport
 from bapipe.torch.comm.choose_transport import connect
+from bapipe.torch.comm.collectives import BUCKET_BYTES, all_gather, reduce_scatter
 from bapipe.torch.comm.gloo_groups import meet
 from bapipe.torch.device.take_device import take_device
 from bapipe.torch.health.parent_death import end_with_parent
@@ -37,6 +38,12 @@ _SIZES = (8, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 _PATIENCE = datetime.timedelta(seconds=120)
 _MOST = 200
 """samples of one thing"""
+_QUEUED = 4
+"""buckets that are summed at once"""
+_PIECES = 8
+"""weights or gradients in a buffer"""
+_PRODUCTS = 20
+"""of matrices, by which the time of one is known"""
 _SIDE = {"cpu": 256, "cuda": 2048}
 """of the matrices that are multiplied beside a transfer"""
 
@@ -183,19 +190,105 @@ def _working(here: _Here) -> Iterator[None]:
         thread.join()
 
 
-def _all_reduce(group: dist.ProcessGroup, size: int, nbytes: int, here: _Here, *, busy: bool) -> LinkSample:
-    """Over the first `size` ranks."""
-    value = torch.ones(max(1, nbytes // 4), device=here.device)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Collectives:
+    """Collectives over the first `size` ranks."""
 
-    def reduce() -> None:
-        if here.rank < size:
-            dist.all_reduce(value, group=group)
-            here.settle()
+    group: dist.ProcessGroup
+    size: int
+    here: _Here
+
+    def all_reduce(self, nbytes: int, *, busy: bool) -> LinkSample:
+        """One sum at a time."""
+        value = self._value(nbytes)
+
+        def reduce() -> None:
+            dist.all_reduce(value, group=self.group)
+            self.here.settle()
             value.fill_(1.0)
 
-    with _working(here) if busy else contextlib.nullcontext():
-        samples = _repeat(reduce, here)
-    return LinkSample(first=0, second=size - 1, nbytes=nbytes, both=True, busy=busy, seconds=summarise(samples))
+        with _working(self.here) if busy else contextlib.nullcontext():
+            return self._timed(reduce, nbytes, busy=busy)
+
+    def buckets(self, nbytes: int) -> LinkSample:
+        """Several sums of so many bytes, all under way at once, as a step has them: of gradients that are copied
+        into a buffer for it."""
+        values = self._gradients(nbytes)
+
+        def reduce() -> None:
+            for work in self._begin(values):
+                work.wait()
+            self.here.settle()
+
+        return self._timed(reduce, _QUEUED * nbytes)
+
+    def gather(self, nbytes: int) -> LinkSample:
+        """As FSDP2 gathers weights: into a buffer, and out of it."""
+        own = self._value(nbytes // self.size)
+
+        def gather() -> None:
+            buffer = own.new_empty(self.size * own.numel())
+            all_gather(buffer, own.clone(), group=self.group)
+            torch.cat(buffer.tensor_split(_PIECES))
+            self.here.settle()
+
+        return self._timed(gather, nbytes)
+
+    def scatter(self, nbytes: int) -> LinkSample:
+        """As gradients are summed and scattered: copied into a buffer for it."""
+        pieces = self._value(-(-nbytes // self.size) * self.size).tensor_split(_PIECES)
+
+        def scatter() -> None:
+            whole = torch.cat(pieces)
+            reduce_scatter(whole.new_empty(whole.numel() // self.size), whole, group=self.group)
+            self.here.settle()
+
+        return self._timed(scatter, nbytes)
+
+    def overlap(self, nbytes: int) -> float:
+        """The share of its time that a sum takes nothing from as long a compute beside it."""
+        values = self._gradients(nbytes)
+        side = _SIDE[self.here.device.type]
+        left, right = (torch.randn(side, side, device=self.here.device) for _ in "ab")
+
+        def both(works: int, products: int) -> float:
+            def run() -> None:
+                under_way = self._begin(values[:works])
+                for _ in range(products):
+                    torch.mm(left, right)
+                for work in under_way:
+                    work.wait()
+                self.here.settle()
+
+            return self._timed(run, nbytes).seconds.median
+
+        sums, few = both(_QUEUED, 0), both(0, _PRODUCTS)
+        products = max(1, round(_PRODUCTS * sums / max(few, 1e-9)))
+        alone, together = both(0, products), both(_QUEUED, products)
+        return min(1.0, max(0.0, (alone + sums - together) / min(alone, sums)))
+
+    def _gradients(self, nbytes: int) -> list[tuple[Tensor, ...]]:
+        """Of several buckets."""
+        return [self._value(nbytes).tensor_split(_PIECES) for _ in range(_QUEUED)]
+
+    def _begin(self, buckets: Sequence[tuple[Tensor, ...]]) -> list[dist.Work]:
+        works = [dist.all_reduce(torch.cat(own), group=self.group, async_op=True) for own in buckets]
+        return [work for work in works if work is not None]
+
+    def _value(self, nbytes: int) -> Tensor:
+        """Zeros, which stay what they are however often they are summed."""
+        return torch.zeros(max(1, nbytes // 4), device=self.here.device)
+
+    def _timed(self, action: Callable[[], None], nbytes: int, *, busy: bool = False) -> LinkSample:
+        """Ranks that take no part wait for the others."""
+        samples = _repeat(action if self.here.rank < self.size else _nothing, self.here)
+        return LinkSample(
+            first=0, second=self.size - 1, nbytes=nbytes, both=True, busy=busy, seconds=summarise(samples)
+        )
+
+
+def _nothing() -> None:
+    """What a rank does that takes no part."""
 
 
 def _group_sizes(world: int) -> list[int]:
@@ -242,11 +335,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             samples.append(_both_ways([channel], size, here, busy=False))
         samples += [_both_ways([channel], size, here, busy=True) for size in large]
     together = [_both_ways(onward, size, here, busy=busy) for size in large for busy in (False, True)]
-    reduces = []
+    bucket = min(BUCKET_BYTES, sizes[-1])
+    reduces, buckets, gathers, scatters = [], [], [], []
+    overlap = None
     for size in _group_sizes(world):
         group = connection.sum_group(range(size), device, _PATIENCE)
-        reduces += [_all_reduce(group, size, nbytes, here, busy=False) for nbytes in sizes]
-        reduces += [_all_reduce(group, size, nbytes, here, busy=True) for nbytes in large]
+        own = _Collectives(group=group, size=size, here=here)
+        reduces += [own.all_reduce(nbytes, busy=False) for nbytes in sizes]
+        reduces += [own.all_reduce(nbytes, busy=True) for nbytes in large]
+        buckets.append(own.buckets(bucket))
+        units = sizes if device.type == "cuda" else [nbytes for nbytes in sizes if nbytes <= bucket]
+        gathers += [own.gather(nbytes) for nbytes in units]
+        scatters += [own.scatter(nbytes) for nbytes in units]
+        overlap = own.overlap(bucket)
     samples = _from_first(samples)
     if here.rank == 0:
         found = LinkMeasurement(
@@ -258,6 +359,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             pairs=tuple(samples),
             together=tuple(together),
             all_reduce=tuple(reduces),
+            buckets=tuple(buckets),
+            gather=tuple(gathers),
+            scatter=tuple(scatters),
+            overlap=overlap,
         )
         write_text(options.out, dump_json(found))
     dist.barrier()

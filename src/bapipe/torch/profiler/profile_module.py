@@ -237,7 +237,7 @@ def _profile_way(
         if must_compile and not programs.compiled:
             raise _NotCompiledError(next(iter(programs.failed.values()), "no layer can be compiled"))
     if before is not None:
-        with phases.phase("wait for the other slices"):
+        with phases.phase("wait for what trains beside"):
             before()
     mixed = contextlib.nullcontext() if chain.mixed is None else chain.mixed.region.batch()
     with phases.phase("measure"), mixed:

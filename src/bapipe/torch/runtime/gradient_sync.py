@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.torch.comm import guarded
+from bapipe.torch.comm.collectives import BUCKET_BYTES
 
-__all__ = ["BUCKET_BYTES", "Exchange", "MakeSums", "Reducer", "TiedWeights", "make_sums"]
-
-BUCKET_BYTES = 25 * 2**20
-"""as torch's DistributedDataParallel"""
+__all__ = ["Exchange", "MakeSums", "Reducer", "TiedWeights", "make_sums"]
 
 
 class Reducer:

@@ -11,7 +11,7 @@ rank's chunks. Then every replica sends the others what it has stepped (all-gath
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +21,10 @@ from torch import Tensor, nn
 
 from bapipe.errors import BaPipeError
 from bapipe.torch.comm import guarded
+from bapipe.torch.comm.collectives import all_gather, reduce_scatter
 from bapipe.torch.runtime.gradient_sync import Exchange, Reducer
 
 __all__ = ["OptimizerShards", "Shard", "ShardedReducer"]
-
-
-def _collective(name: str, before: str) -> Callable[..., dist.Work | None]:
-    """A collective by the name that it has from torch 2.13 on, or the one before."""
-    found: Callable[..., dist.Work | None] = getattr(dist, name, None) or getattr(dist, before)
-    return found
-
-
-_reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
-_all_gather = _collective("all_gather_single", "all_gather_into_tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,7 +124,7 @@ class _ScatteredSum(Exchange):
         # In place, so that the sums need no memory of their own while all gradients are there.
         self._own = self._flat.view(len(bucket.pieces), -1)[dist.get_rank(group)]
         with guarded(None):
-            work = _reduce_scatter(self._own, self._flat, group=group, async_op=True)
+            work = reduce_scatter(self._own, self._flat, group=group, async_op=True)
         assert work is not None
         self._works.append(work)
 
@@ -207,7 +198,7 @@ def _gathered(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     if dist.get_backend(group) == "gloo":
         own = own.clone()  # it may not read from where it writes
     with guarded(None):
-        work = _all_gather(flat, own, group=group, async_op=True)
+        work = all_gather(flat, own, group=group, async_op=True)
     assert work is not None
     return work
 

@@ -76,7 +76,8 @@ def test_a_rank_that_fails_ends_a_run_with_one_line(
     assert [row.split()[0] for row in table[1:]] == ["0", "1", "2"]
     assert "rank 1 (1B" in table[1]
     assert re.search(r"action 1F\d of step \d+ +not known .* ago$", table[2])
-    assert "rank 1 (1F" in table[3]
+    # A rank that stops may hold back what it had to pass on of the step's announcement.
+    assert re.search(r"rank 1 \(1F|hearing of the batch", table[3])
 
 
 @pytest.mark.parametrize(

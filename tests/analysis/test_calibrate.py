@@ -52,13 +52,16 @@ def ran(plan: Plan) -> ShortRun:
     return ShortRun(plan=plan, records=(made_run(plan, timeline),) * 2, seconds=timeline.time)
 
 
-def calibrated() -> Calibrated:
+def both_sizes() -> list[Plan]:
     profile, cluster = filed()
-    plans = [
+    return [
         planned(profile, cluster, global_batch=8 * size, microbatch=size, schedule="1f1b-sno", stages=2)
         for size in (1, 4)
     ]
-    return calibrate(profile, cluster, [ran(plan) for plan in plans])
+
+
+def calibrated() -> Calibrated:
+    return calibrate(*filed(), [ran(plan) for plan in both_sizes()])
 
 
 def test_layers_and_links_are_those_of_the_machine() -> None:
@@ -72,17 +75,30 @@ def test_layers_and_links_are_those_of_the_machine() -> None:
 
 
 def test_what_steps_take_beside_their_actions_is_added_to_every_prediction() -> None:
-    profile, cluster = filed()
-    plans = [
-        planned(profile, cluster, global_batch=8 * size, microbatch=size, schedule="1f1b-sno", stages=2)
-        for size in (1, 4)
-    ]
-    slow = [replace(run, seconds=run.seconds + 3.0) for run in map(ran, plans)]
-    found = calibrate(profile, cluster, slow)
+    slow = []
+    for plan in both_sizes():
+        timeline = plan_timeline(predict_again(plan, *true()))
+        record = made_run(plan, timeline, outside=3.0)
+        slow.append(ShortRun(plan=plan, records=(record,) * 2, seconds=record.steps[1].seconds))
+    found = calibrate(*filed(), slow)
     assert found.profile.table("x").step_overhead == pytest.approx(3.0, rel=1e-6)
     truth = planned(*true(), global_batch=16, schedule="gpipe").prediction.time
     corrected = planned(found.profile, found.cluster, global_batch=16, schedule="gpipe").prediction.time
     assert corrected == pytest.approx(truth + 3.0, rel=1e-3)
+
+
+def test_what_ranks_wait_for_each_other_counts_where_messages_follow_one_another() -> None:
+    """Steps are longer than their layers, links and what is beside them say: by eight micro-batches' waits."""
+    late = [replace(run, seconds=run.seconds + 8.0) for run in map(ran, both_sizes())]
+    found, (profile, cluster) = calibrate(*filed(), late), true()
+    assert found.profile.table("x").step_overhead == pytest.approx(0.0, abs=1e-6)
+    assert found.cluster.within.latency > cluster.within.latency + 0.1
+    for plan, run in zip(both_sizes(), late, strict=True):
+        again = predict_again(plan, found.profile, found.cluster)
+        assert plan_timeline(again).time == pytest.approx(run.seconds, rel=0.02)
+    truth = planned(profile, cluster, global_batch=4, microbatch=2, schedule="gpipe").prediction.time
+    fewer = planned(found.profile, found.cluster, global_batch=4, microbatch=2, schedule="gpipe").prediction.time
+    assert truth < fewer < truth + 4.0
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-sno", "zb", "interleaved"])

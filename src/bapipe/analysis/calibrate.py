@@ -3,8 +3,8 @@
 A profile times one layer at a time, and a link file says what idle links do. When all ranks compute and send at
 once, layers share memory and caches with other ranks, every action has the executor's work around it, and messages
 wait for a core. Runs of pipelines at two micro-batch sizes tell both: layers are scaled by what the stages took,
-between the sizes in proportion, and links are what the messages took. A run of data parallelism tells the rate of
-its sums.
+between the sizes in proportion, and links are what the messages took. What ranks wait for each other beyond that
+is put down to the messages too (`_waits`). A run of data parallelism tells the rate of its sums.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def calibrate(profile: Profile, cluster: Cluster, runs: Sequence[ShortRun]) -> C
         corrected = _between(profile, by_size, _spread(again))
         seen = [estimate_links(run.plan, *map(to_timeline, run.records)) for run in pipelines]
         linked = fit_links(cluster, [estimate for of_run in seen for estimate in of_run])
-        overhead = _overhead(corrected, linked, pipelines)
+        linked, overhead = _waits(corrected, linked, pipelines)
         corrected = replace(
             corrected,
             accelerators={
@@ -101,10 +101,40 @@ def write_calibrated(found: Calibrated, profile: str | Path, cluster: str | Path
     write_text(cluster, cluster_toml(found.cluster, comment="links as runs used them"))
 
 
-def _overhead(profile: Profile, cluster: Cluster, pipelines: Sequence[ShortRun]) -> float:
-    """What the pipelines' steps took beyond their actions by the corrected costs, the middle one."""
-    predicted = [plan_timeline(predict_again(run.plan, profile, cluster)).time for run in pipelines]
-    return max(0.0, median(run.seconds - own for run, own in zip(pipelines, predicted, strict=True)))
+def _waits(profile: Profile, cluster: Cluster, pipelines: Sequence[ShortRun]) -> tuple[Cluster, float]:
+    """Links as late as the pipelines' steps say, and the seconds of a step beside its actions.
+
+    A step begins before its first action and ends after its last, which runs show. What the middle pipeline took
+    beyond that and the corrected costs, its ranks waited for each other: a message waits for a core, an action
+    takes longer than others of its kind, and the next rank waits with it. The more messages follow one another,
+    the more of it there is, so that it counts as latency of the links; what no latency explains, as time of the
+    step.
+    """
+    beside = median(_beside(record) for run in pipelines for record in run.records)
+
+    def missing(late: float) -> float:
+        later = _later(cluster, late)
+        predicted = (plan_timeline(predict_again(run.plan, profile, later)).time for run in pipelines)
+        return median(run.seconds - beside - own for run, own in zip(pipelines, predicted, strict=True))
+
+    low, high = 0.0, max(0.0, missing(0.0))
+    if missing(high) > 0:
+        low = high = 0.0
+    for _ in range(_HALVINGS if high > 0 else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if missing(middle) > 0 else (low, middle)
+    return _later(cluster, low), max(0.0, beside + missing(low))
+
+
+def _beside(record: RunRecord) -> float:
+    """Seconds of the recorded step before its first action and after its last."""
+    step = next(step for step in record.steps if step.step == record.recorded_step)
+    return step.seconds - to_timeline(record).makespan
+
+
+def _later(cluster: Cluster, seconds: float) -> Cluster:
+    """The cluster with so much more latency on every link."""
+    return cluster.with_links(lambda link: replace(link, latency=link.latency + seconds)) if seconds else cluster
 
 
 def _spread(runs: Iterable[Sequence[Profile]]) -> float | None:

@@ -63,6 +63,17 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", USUAL_START)
 
 
+@pytest.fixture
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process only."""
+    import torch.distributed as dist
+
+    store = tmp_path_factory.mktemp("process-group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 LONG = (
     "tests/distributed/",
     "tests/torch/",

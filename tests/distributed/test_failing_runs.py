@@ -18,7 +18,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="running a plan needs torch: pip install bapipe[torch]")
 
-import torch.distributed as dist  # noqa: E402
 from elastic_runs import COMMAND, ENVIRONMENT, ranks_of, tiny_plan  # noqa: E402
 from run_plans import ROOT, fragile_plan, small_plan  # noqa: E402
 
@@ -219,14 +218,6 @@ def test_a_global_batch_other_than_planned_is_refused_by_every_rank(torchrun: An
     assert process.returncode == 1
     said = "the batch has 33 samples, the plan is for a global batch of 32; give 1 to 32"
     assert all(f"[rank{rank}]: bapipe.errors.BaPipeError: {said}" in error for rank in range(2)), error
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process only."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _pipeline(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, Any]:

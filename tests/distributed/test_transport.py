@@ -191,14 +191,6 @@ def test_devices_of_two_types_are_refused() -> None:
         candidates([ONE, ONE, CPU], nccl=True)
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/alone", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("alone")
 def test_on_a_cpu_it_is_gloo() -> None:
     for name in ("auto", "gloo"):

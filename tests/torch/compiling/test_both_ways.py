@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,14 +92,7 @@ def planned(folder: Path, ranks: int, *, slower: bool) -> Plan:
     return read_plan(folder / "plan.json")
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_both_ways_are_measured_the_faster_is_planned_and_a_rank_follows(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

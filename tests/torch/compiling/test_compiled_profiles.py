@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,14 +96,7 @@ def test_without_a_compiler_a_profile_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "--compile needs a C++ compiler" in line
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_a_rank_follows_its_plan_unless_it_is_overridden(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,7 +121,7 @@ def test_a_rank_follows_its_plan_unless_it_is_overridden(
         torch.testing.assert_close(others, gradients, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_a_rank_that_compiles_nothing_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,7 +135,7 @@ def test_a_rank_that_compiles_nothing_says_so(
     assert "rank 0 compiles no layer and runs all as captured: NotImplementedError: no kernel" in caplog.text
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_under_autocast_the_casts_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_engine, "CompiledPrograms", GRAPHS)
     torch.manual_seed(1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,13 +19,6 @@ from paths import REPOSITORY  # noqa: E402
 SOURCE = REPOSITORY / "src" / "bapipe" / "torch"
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def gradients(*, trace: bool) -> tuple[float, list[torch.Tensor], Pipeline]:
     torch.manual_seed(1)
     inputs, targets = torch.rand(8, 6).double(), torch.rand(8, 4).double()
@@ -36,7 +27,7 @@ def gradients(*, trace: bool) -> tuple[float, list[torch.Tensor], Pipeline]:
     return loss, [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None], pipe
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_without_a_trace_nothing_is_timed_and_the_gradients_are_the_same() -> None:
     loss, found, traced = gradients(trace=True)
     assert traced.trace is not None
@@ -49,7 +40,7 @@ def test_without_a_trace_nothing_is_timed_and_the_gradients_are_the_same() -> No
     assert all(torch.equal(mine, other) for mine, other in zip(untimed, found, strict=True))
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_each_phase_is_logged_before_it_begins(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="bapipe"), Pipeline(build, one_rank(), functional.mse_loss):
         pass
@@ -62,7 +53,7 @@ def test_each_phase_is_logged_before_it_begins(caplog: pytest.LogCaptureFixture)
     assert {record.name.partition(".")[0] for record in caplog.records} == {"bapipe"}
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_waiting_for_the_device_counts_as_waiting_for_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of NCCL may keep the device busy for as long as another rank is stopped, and reading the loss or a
     norm waits for the device: only what is within a meeting is noticed to take too long."""
@@ -101,7 +92,7 @@ def test_no_class_uses_a_private_attribute_of_another() -> None:
         assert found == []
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("norm", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
 def test_norms_without_running_statistics_use_each_microbatchs_in_evaluation(norm: type[torch.nn.Module]) -> None:
     def normed() -> tuple[torch.nn.Module, tuple[torch.Tensor], dict[str, object]]:

@@ -11,19 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="pipelines need torch: pip install bapipe[torch]")
 
-import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from bapipe.errors import BaPipeError  # noqa: E402
 from bapipe.torch import Checkpoints, Pipeline, RankBatch  # noqa: E402
 from one_rank_plan import build, one_rank  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Noisy(torch.utils.data.Dataset[Any]):

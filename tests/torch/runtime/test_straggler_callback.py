@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="pipelines need torch: pip install bapipe[torch]")
 
-import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from bapipe.torch import Pipeline  # noqa: E402
@@ -22,11 +19,7 @@ from one_rank_plan import build, one_rank  # noqa: E402
 USUAL, SLOW = 0.002, 0.03
 
 
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def trained(**options: Any) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,13 +155,6 @@ def stages_on_one_rank(layers: list[str], schedule: str, *, dtype: str = "fp32")
     )
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def trained(plan: Plan, engine: str, **options: Any) -> tuple[list[float], dict[str, Tensor | None], Pipeline]:
     torch.manual_seed(3)
     inputs, targets = (torch.rand(8, 6), torch.arange(8)), torch.rand(8, 6)
@@ -186,7 +177,7 @@ def layer_names() -> list[str]:
     return [layer.name for layer in capture(module, args, kwargs, check=False).layers]
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_it_trains_as_our_engine(schedule: str, dtype: str) -> None:
@@ -201,7 +192,7 @@ def test_it_trains_as_our_engine(schedule: str, dtype: str) -> None:
     assert actions == [str(action) for action in plan.schedule.to_schedule().lanes[0] if action.kind <= 3]
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_older_versions_carry_values_with_gradients_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pipelining_internals.carries_any_value() == (torch.__version__ >= "2.13")
     monkeypatch.setattr(torch_executor, "carries_any_value", lambda: False)
@@ -210,7 +201,7 @@ def test_older_versions_carry_values_with_gradients_only(monkeypatch: pytest.Mon
         trained(plan, "torch")
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_an_action_that_fails_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     def broken(_output: Tensor, _target: Tensor) -> Tensor:
         raise ValueError("no loss today")

@@ -10,7 +10,7 @@ is put down to the messages too (`_waits`). A run of data parallelism tells the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -117,19 +117,22 @@ def _waits(profile: Profile, cluster: Cluster, pipelines: Sequence[ShortRun]) ->
         predicted = (plan_timeline(predict_again(run.plan, profile, later)).time for run in pipelines)
         return median(run.seconds - beside - own for run, own in zip(pipelines, predicted, strict=True))
 
-    low, high = 0.0, max(0.0, missing(0.0))
-    if missing(high) > 0:
-        low = high = 0.0
-    for _ in range(_HALVINGS if high > 0 else 0):
+    most = missing(0.0)
+    late = _halved(0.0, most, lambda own: missing(own) > 0)[0] if most > 0 >= missing(most) else 0.0
+    return _later(cluster, late), max(0.0, beside + missing(late))
+
+
+def _halved(low: float, high: float, is_low: Callable[[float], bool]) -> tuple[float, float]:
+    """The two halved again and again, so that what is looked for stays between them."""
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if missing(middle) > 0 else (low, middle)
-    return _later(cluster, low), max(0.0, beside + missing(low))
+        low, high = (middle, high) if is_low(middle) else (low, middle)
+    return low, high
 
 
 def _beside(record: RunRecord) -> float:
     """Seconds of the recorded step before its first action and after its last."""
-    step = next(step for step in record.steps if step.step == record.recorded_step)
-    return step.seconds - to_timeline(record).makespan
+    return record.traced.seconds - to_timeline(record).makespan
 
 
 def _later(cluster: Cluster, seconds: float) -> Cluster:
@@ -202,10 +205,7 @@ def _sum_rate(profile: Profile, cluster: Cluster, run: ShortRun) -> float:
         return beside + plan_timeline(predict_again(run.plan, profile, summed)).time
 
     low, high = map(math.log, _RATES)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if predicted(math.exp(middle)) > run.seconds else (low, middle)
-    return math.exp((low + high) / 2)
+    return math.exp(sum(_halved(low, high, lambda own: predicted(math.exp(own)) > run.seconds)) / 2)
 
 
 def _with_sum_rate(cluster: Cluster, rate: float) -> Cluster:

@@ -139,7 +139,7 @@ def compare(plan: Plan, record: RunRecord) -> Comparison:
     schedule = plan.schedule.to_schedule()
     predicted, measured = plan_timeline(plan), to_timeline(record)
     _require_same_actions(schedule, predicted, measured)
-    step = next(step for step in record.steps if step.step == record.recorded_step)
+    step = record.traced
     if not schedule.flushes:
         # A step of an endless pipeline lasts from the end of the one before to its own: M steady periods.
         measured = replace(measured, period=step.seconds / plan.microbatches)

@@ -147,6 +147,11 @@ class RunRecord:
     check: CheckRecord | None = None
     """None: not compared with training in one process"""
 
+    @property
+    def traced(self) -> StepRecord:
+        """The step that is recorded in full."""
+        return next(step for step in self.steps if step.step == self.recorded_step)
+
     def __post_init__(self) -> None:
         if not self.steps:
             raise BaPipeError("the run has no steps; run the plan again")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from bapipe.planner.candidate import Candidate
@@ -22,15 +22,14 @@ __all__ = ["best_in_scenarios"]
 
 
 def best_in_scenarios(
-    state: SearchState, known: Sequence[Evaluation], drawn: Scenarios, edges: Scenarios
+    state: SearchState, known: Sequence[Evaluation], scenarios: Scenarios, *, looped: Collection[int]
 ) -> Iterator[Candidate]:
-    """The fastest of every shape near the best, and the fastest plans of each scenario, drawn ones and edges.
+    """The fastest of every shape near the best, and the fastest plans of each scenario.
 
     What is best by the predicted times need not be near what is best where a link is slower: so each scenario is
     searched as if its times were the predicted ones, from those that are known and fastest in it on. The effort is
     counted in actions, whatever the request says, so that the candidates are the same on every machine. Pipelines
-    with several stages on an accelerator take long to search: only the edges, which are few, are searched for
-    them.
+    with several stages on an accelerator take long to search: only the scenarios `looped` are searched for them.
     """
     if not may_search(state) or not known:
         return
@@ -40,7 +39,6 @@ def best_in_scenarios(
     shapes = [shape for shape in listing.shapes(state.tried_sizes) if shape.soonest <= reach]
     starts = [*known, *_best_of_shapes(listing, shapes, reach)]
     yield from (own.candidate for own in starts[len(known) :])
-    scenarios = drawn.and_also(edges)
     times = scenarios.times(starts, state.hardware)
     for number in range(len(scenarios)):
         own = _in_scenario(state, scenarios, number)
@@ -56,7 +54,7 @@ def best_in_scenarios(
         search.sweep(search.retimed(shapes))
         if state.request.schedule in (None, "zb"):
             reorder_pipelines(own)
-        if number >= len(drawn):
+        if number in looped:
             for size in own.tried_sizes:
                 try_looped_pipelines(own, own.scope(size))
             move_actions(own)

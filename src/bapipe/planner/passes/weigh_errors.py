@@ -53,7 +53,8 @@ def _finalists(state: SearchState) -> list[Evaluation]:
         drawn = draw_scenarios(state.errors, layers, tuning.searched_scenarios, seed=_SEED)
         edges = edge_scenarios(state.errors, layers, by=tuning.edge_errors)
         few = drawn.and_also(edges)
-        for candidate in best_in_scenarios(state, near.fastest(tuning.moved_candidates), drawn, edges):
+        at_edges = range(len(drawn), len(few))
+        for candidate in best_in_scenarios(state, near.fastest(tuning.moved_candidates), few, looped=at_edges):
             near.add(candidate)
         for evaluation in other_orders(state, near.fastest(tuning.moved_candidates)):
             near.take(evaluation)

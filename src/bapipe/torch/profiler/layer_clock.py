@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,17 +70,37 @@ def _read(tensors: Sequence[Tensor]) -> None:
                 tensor.amax()
 
 
+class _Mark(NamedTuple):
+    """When the wait for a core was read, and how long that was until then, in seconds."""
+
+    before: float
+    waited: float
+    after: float
+
+
+def _worked(start: _Mark, end: _Mark) -> float:
+    """Seconds between two marks less the wait for a core, where that is not longer than what passed."""
+    passed, waited = end.before - start.after, end.waited - start.waited
+    if waited <= 0:
+        return passed
+    worked = end.after - start.before - waited
+    return min(passed, worked) if worked > 0 else passed
+
+
 class HostClock:
     """perf_counter, less the time for which the system let others have this thread's core.
 
     Linux counts that wait; without it a busy machine would lengthen a whole step, which never escapes, but not the
     median of a short layer, which often does. Other threads' waits are not seen: they count.
+
+    The wait is read at each end of a lap, and the thread may lose its core between that and reading the time. So a
+    lap with a wait is timed from before the first reading to after the second: no wait is taken off that was not
+    timed.
     """
 
     def __init__(self) -> None:
         self.laps: list[Lap] = []
-        self.began: float | None = None
-        self.waited = 0.0
+        self.last: _Mark | None = None
         self.filler = torch.zeros(5 * _cache_bytes(torch.device("cpu")) // 16, dtype=torch.float32)
         try:
             self.statistics = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -98,18 +118,17 @@ class HostClock:
 
     def begin(self) -> None:
         self.laps.clear()
-        self.began = None
+        self.last = None
 
     def chill(self, warm: Sequence[Tensor]) -> None:
         self.filler.sum()
         _read(warm)
 
     def mark(self) -> None:
-        now, waited = time.perf_counter(), self._waited()
-        if self.began is not None:
-            self.laps.append(Lap(max(0.0, now - self.began - (waited - self.waited)), None))
-        self.waited = waited
-        self.began = time.perf_counter()
+        mark = _Mark(time.perf_counter(), self._waited(), time.perf_counter())
+        if self.last is not None:
+            self.laps.append(Lap(_worked(self.last, mark), None))
+        self.last = mark
 
     def read(self) -> list[Lap]:
         return list(self.laps)

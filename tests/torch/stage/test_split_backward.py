@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -207,6 +208,62 @@ def test_the_second_part_lets_go_of_what_it_has_used() -> None:
         delayed.run()
     assert held > 4
     assert left[-1] <= 1
+
+
+def test_the_first_part_lets_go_as_it_goes_of_what_the_second_does_not_need() -> None:
+    """When the gradient of the input is there, only what products need for their weights is left."""
+    module = nn.Sequential(
+        nn.Linear(8, 16), nn.Softmax(1), nn.Linear(16, 16), nn.Softmax(1), nn.Linear(16, 4)
+    ).double()
+    split = SplitBackward(list(module.parameters()))
+    left: list[int] = []
+    for _ in range(2):
+        given = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+        saved = SavedValues()
+        given.register_hook(lambda _, saved=saved: left.append(len(saved.values())))
+        with saved.watching():
+            made = module(given)
+        held = len(saved.values())
+        delayed = split.run([made], [torch.ones_like(made)], [given], saved=saved)
+        there = len(saved.values())
+        delayed.run()
+    assert held > there
+    assert left == [held, there]
+
+
+class _AsksTwice(torch.autograd.Function):
+    """A backward that looks up what it saved one by one, as many do."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(value, scale)
+        return value.sin() * scale
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        value = ctx.saved_tensors[0]
+        scale = ctx.saved_tensors[1]
+        return error * value.cos() * scale, None
+
+
+def test_a_backward_may_ask_for_what_it_saved_more_than_once() -> None:
+    torch.manual_seed(0)
+    entry, last = nn.Linear(8, 8).double(), nn.Linear(8, 4).double()
+    scale = torch.full((8,), 3.0, dtype=torch.float64)
+    weights = [*entry.parameters(), *last.parameters()]
+    split = SplitBackward(weights)
+    for _ in range(3):
+        given = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+        whole = last(_AsksTwice.apply(entry(given), scale)).sum()  # type: ignore[no-untyped-call]
+        wanted = torch.autograd.grad(whole, [given, *weights])
+        for item in weights:
+            item.grad = None
+        saved = SavedValues()
+        with saved.watching():
+            made = last(_AsksTwice.apply(entry(given), scale)).sum()  # type: ignore[no-untyped-call]
+        split.run([made], [None], [given], saved=saved).run()
+        for found, expected in zip([given, *weights], wanted, strict=True):
+            torch.testing.assert_close(found.grad, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_graph_that_saves_another_number_of_values_is_kept() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bapipe.torch.compiling.backward_split import SplitGraphs, split_backward_graph
 from bapipe.torch.compiling.inductor_internals import Backend, BackwardGraph, Boxed, CompiledJoint, lower
+from bapipe.torch.device.gradient_layout import add_gradients
 
 __all__ = ["BackwardKinds", "DeferredGradients", "LayerFunction", "LayerProgram", "compile_layer"]
 
@@ -74,14 +75,7 @@ class DeferredGradients:
         if half is None:
             return
         held, self._held = self._held, []
-        taken: set[int] = set()
-        for index, gradient in zip(self._halves.graphs.deferred, half(held), strict=True):
-            weight = self._weights[index]
-            if weight.grad is None:  # two weights may be given the same tensor
-                weight.grad = gradient.clone() if id(gradient) in taken else gradient
-                taken.add(id(gradient))
-            else:
-                weight.grad.add_(gradient)
+        add_gradients([self._weights[index] for index in self._halves.graphs.deferred], half(held))
 
 
 class LayerProgram:

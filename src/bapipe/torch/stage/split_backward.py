@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from bapipe.torch.device.gradient_layout import add_gradient
 from bapipe.torch.stage.autograd_graph import Anatomy, dissect, nodes_of
 from bapipe.torch.stage.saved_tensors import SavedValues
 
@@ -86,7 +87,7 @@ def _accumulate(values: Sequence[Tensor], gradients: Sequence[Tensor | None]) ->
     """Into `.grad`. The first is copied: two values may be given the same tensor."""
     for value, gradient in zip(values, gradients, strict=True):
         if gradient is not None:
-            value.grad = gradient.clone() if value.grad is None else value.grad.add_(gradient)
+            add_gradient(value, gradient, shared=True)
 
 
 def _backward(
@@ -114,6 +115,8 @@ class SplitBackward:
         self._anatomy: Anatomy | None = None
         self._needed: frozenset[int] = frozenset()
         """numbers of the saved values that the second part asks for"""
+        self._passing: dict[int, int] = {}
+        """how often the first part asks for each of the others"""
         self._count: int | None = None
         """of the saved values of which that is known"""
 
@@ -150,6 +153,8 @@ class SplitBackward:
             for stem, node in zip(anatomy.stems, lower, strict=True)
         ]
         taken: list[Tensor | None] = []
+        if saved is not None and len(saved) == self._count:
+            saved.let_go_after(self._passing)
         try:
             if edges:
                 taken = _backward(outputs, output_gradients, wanted, list(itertools.chain(*edges)))
@@ -175,7 +180,9 @@ class SplitBackward:
         if saved is None:
             return delayed
         if self._count is None:
+            first = saved.asked()
             self._needed, self._count = saved.used_by(delayed.run), len(saved)
+            self._passing = {number: times for number, times in first.items() if number not in self._needed}
             return DelayedWeights(entered=())
         if len(saved) == self._count:
             saved.keep_only(self._needed)

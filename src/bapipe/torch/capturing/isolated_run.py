@@ -41,6 +41,15 @@ class Result:
     buffers: dict[str, Tensor]
     """after the forward"""
 
+    def on_host(self) -> Result:
+        """The same in the host's memory."""
+        return Result(
+            output=tuple(value.cpu() for value in self.output),
+            loss=self.loss.cpu(),
+            gradients={name: value.cpu() for name, value in self.gradients.items()},
+            buffers={name: value.cpu() for name, value in self.buffers.items()},
+        )
+
 
 def scalar_of(output: Any) -> Tensor:
     """One number to differentiate: the first scalar float in the output, else a fixed mix of all floats."""
@@ -187,13 +196,13 @@ def largest_difference(found: Result, expected: Result) -> tuple[float, str]:
 
     Relative to the largest entry of the tensor; gradients that are noise (under a thousandth of the largest
     gradient) relative to that thousandth. A missing gradient counts as zeros; what is finite on one side only as
-    infinitely far off.
+    infinitely far off. What was expected may be in the host's memory: it is brought back tensor by tensor.
     """
     worst, what = 0.0, ""
 
     def compare(name: str, one: Tensor, two: Tensor, floor: float = 0.0) -> None:
         nonlocal worst, what
-        difference = _difference(one, two, floor)
+        difference = _difference(one, two.to(one.device), floor)
         if difference > worst or not what:
             worst, what = difference, name
 

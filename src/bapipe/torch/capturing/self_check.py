@@ -25,15 +25,15 @@ def self_check(captured: Captured, examples: Examples, device: torch.device | No
 
     Returns the largest relative difference. Raises BaPipeError naming layer and tensor where it is over the
     tolerance of the coarsest dtype. Costs two forwards and backwards of at most two samples (of the whole example
-    where the batch is not free) and the memory of two sets of gradients. `device` is where the module is, if not
-    the CPU.
+    where the batch is not free) and the memory of two sets of gradients, of which a GPU holds one. `device` is
+    where the module is, if not the CPU.
     """
     small = examples.resized(min(_SAMPLES, examples.batch)) if captured.dynamic else examples
     if device is not None:
         small = small.on(device)
     args, kwargs = small.tree()
     try:
-        expected = run_eager(captured.module, args, kwargs)
+        expected = run_eager(captured.module, args, kwargs).on_host()
     except BaPipeError:
         raise
     except Exception as error:
@@ -69,6 +69,6 @@ def _guess(captured: Captured, found: Result, expected: Result, allowed: float) 
             one, two = found.gradients.get(name), expected.gradients.get(name)
             if one is None or two is None:
                 continue
-            if float((one - two).abs().max()) > allowed * max(float(two.abs().max()), 1e-300):
+            if float((one - two.to(one.device)).abs().max()) > allowed * max(float(two.abs().max()), 1e-300):
                 return f"; first wrong gradient (from the loss backwards): {name} in layer '{layer.name}'"
     return ""

@@ -133,7 +133,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(4, 8), default=4)
     given = parser.parse_args()
     memory = MEMORY[given.ranks]
-    work = Rows(given.folder, HERE, tiny=given.tiny, budget=given.budget, ranks=given.ranks, memory=memory)
+    cut = {"ranks": given.ranks, "memory": memory, "cut_already": given.cut_already}
+    work = Rows(given.folder, HERE, tiny=given.tiny, budget=given.budget, **cut)
     known = work.run_rows(ROWS, given.rows, least=LEAST)
     found = summary(known, work.ranks)
     (work.folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bapipe.errors import BaPipeError
-from bapipe.hardware.cluster import Cluster, CollectiveRates
+from bapipe.hardware.cluster import Cluster, CollectiveRates, FsdpUnits, Link
 from bapipe.hardware.cluster_file import read_cluster
 from bapipe.hardware.cluster_toml import cluster_toml
 from paths import REPOSITORY
@@ -46,6 +46,9 @@ def test_names_with_quotes_and_rates_of_its_own(tmp_path: Path) -> None:
         collective_bandwidth=1.6e9,
         collective_rates=CollectiveRates(buckets=2.5e9, gather=1.25e9, scatter=0.75e9),
         collective_overlap=0.625,
+        fsdp_units=FsdpUnits(
+            gather=Link(bandwidth=1.5e9, latency=1e-3), scatter=Link(bandwidth=5e8, latency=2e-3)
+        ),
         bus_bandwidth=4.8e10,
     )
     assert _written(odd, tmp_path) == odd

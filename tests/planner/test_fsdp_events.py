@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bapipe.costs.segments import Chain, make_chain
+from bapipe.hardware.cluster import FsdpUnits, Link
 from bapipe.planner.fsdp_events import fsdp_seconds
 from made_profiles import frozen, made_cluster, made_profile
 
@@ -22,8 +23,8 @@ def chain(trained: list[float] | None = None) -> Chain:
     return make_chain(profile if trained is None else frozen(profile, trained), ["x"], 1)
 
 
-def seconds(of: Chain, bandwidth: float, kind: str = "gpu") -> tuple[float, float]:
-    cluster = made_cluster({"x": 2}, bandwidth=bandwidth)
+def seconds(of: Chain, bandwidth: float, kind: str = "gpu", units: FsdpUnits | None = None) -> tuple[float, float]:
+    cluster = replace(made_cluster({"x": 2}, bandwidth=bandwidth), fsdp_units=units)
     cluster = replace(cluster, types={"x": replace(cluster.types["x"], kind=kind)})
     found = fsdp_seconds(of, cluster, (0, 1), [0])
     return found.forward, found.backward
@@ -48,6 +49,16 @@ def test_fast_links_are_hidden_but_at_the_ends() -> None:
 def test_on_cpus_all_is_in_a_row() -> None:
     """A gather takes 4 s a unit, a scatter as much as an all-reduce: 8 s."""
     assert seconds(chain(), 0.5e9, kind="cpu") == pytest.approx((5 + 5 * 4, 10 + 3 * 4 + 5 * 8))
+
+
+def test_what_a_unit_takes_on_cpus_counts_where_it_is_measured() -> None:
+    """Gathers of 1 s and 4 s for 4 GB, scatters of 2 s and 4 s; on GPUs it is hidden."""
+    units = FsdpUnits(gather=Link(bandwidth=1e9, latency=1.0), scatter=Link(bandwidth=1e9, latency=2.0))
+    blocks, root = 3, 8.0
+    forward = 5 + blocks * (1 + 4) + 1 + root
+    backward = 10 + blocks * (1 + 4) + blocks * (2 + 4) + 2 + root
+    assert seconds(chain(), 0.5e9, kind="cpu", units=units) == pytest.approx((forward, backward))
+    assert seconds(chain(), 0.5e9, units=units) == seconds(chain(), 0.5e9)
 
 
 def test_where_the_first_layers_are_frozen_the_backward_ends_before_them() -> None:

@@ -60,6 +60,9 @@ def _lines(cluster: Cluster) -> Iterator[str]:
         yield f"all-reduce: {format_bandwidth(cluster.collective_bandwidth)} per accelerator"
     for name, rate in cluster.collective_rates.known.items():
         yield f"{_COLLECTIVES[name]}: {format_bandwidth(rate)} per accelerator"
+    if cluster.fsdp_units is not None:
+        units = cluster.fsdp_units
+        yield f"FSDP2, a unit: gathers {_link(units.gather)}; scatters {_link(units.scatter)}"
 
 
 def _link(link: Link) -> str:

@@ -355,6 +355,8 @@ def _links(options: dict[str, Any]) -> None:
     _print_links(measured.buckets, "all-reduces in buckets, queued")
     _print_links(measured.gather, "all-gather")
     _print_links(measured.scatter, "reduce-scatter")
+    _print_links(measured.unit_gather, "a unit of FSDP2, gathered")
+    _print_links(measured.unit_scatter, "a unit of FSDP2, its gradients scattered")
     click.echo(measured.reason)
     click.echo(f"wrote {options['out']}" if options["out"] else text)
 

@@ -23,6 +23,7 @@ __all__ = [
     "Cluster",
     "CollectiveRates",
     "Efficiency",
+    "FsdpUnits",
     "Level",
     "Link",
     "Uplink",
@@ -152,6 +153,14 @@ class Link:
         if not 0 <= self.spread < 1:
             raise BaPipeError(f"a link needs a spread of at least 0 and below 1, got {self.spread:g}; correct it")
 
+    def seconds_if_any(self, size: float) -> float:
+        """Of so many bytes one way; where there are none nothing is sent."""
+        return self.latency + size / self.bandwidth if size > 0 else 0.0
+
+    def slower(self, factor: float) -> Link:
+        """A link on which everything takes that factor longer."""
+        return replace(self, bandwidth=self.bandwidth / factor, latency=self.latency * factor)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uplink:
@@ -210,6 +219,20 @@ class CollectiveRates:
         return CollectiveRates(**{name: rate / factor for name, rate in self.known.items()})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpUnits:
+    """What FSDP2 takes on CPUs for a unit of the model, with its own work on the host, as if by a link."""
+
+    gather: Link
+    """of the bytes of its weights"""
+    scatter: Link
+    """of the bytes of its gradients"""
+
+    def slower(self, factor: float) -> FsdpUnits:
+        """Both slower by that factor."""
+        return FsdpUnits(gather=self.gather.slower(factor), scatter=self.scatter.slower(factor))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Accelerators and what connects them."""
@@ -229,6 +252,8 @@ class Cluster:
     """effective bytes/s per accelerator of an all-reduce; None: the slowest link's"""
     collective_rates: CollectiveRates = field(default_factory=CollectiveRates)
     """of other collectives than one all-reduce at a time"""
+    fsdp_units: FsdpUnits | None = None
+    """what FSDP2 takes for a unit on CPUs; None: what its collectives do"""
     collective_overlap: float = 1.0
     """share of its rate that an all-reduce has beside a backward: less than 1 where both need the host's cores"""
     bus_bandwidth: float | None = None

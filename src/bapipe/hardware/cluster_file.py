@@ -15,6 +15,7 @@ from bapipe.hardware.cluster import (
     AcceleratorType,
     Cluster,
     CollectiveRates,
+    FsdpUnits,
     Link,
     numbered_names,
     require_node_name,
@@ -81,6 +82,14 @@ class _Collective(_Shared):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Fsdp:
+    """[fsdp.gather] and [fsdp.scatter]."""
+
+    gather: LinkEntry
+    scatter: LinkEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _ClusterFile:
     schema: str
     name: str
@@ -90,6 +99,7 @@ class _ClusterFile:
     links: _Links = field(default_factory=_Links)
     collective: _Collective | None = None
     bus: _Shared | None = None
+    fsdp: _Fsdp | None = None
     levels: tuple[LevelEntry, ...] = ()
 
 
@@ -201,6 +211,7 @@ def _cluster(data: dict[str, Any], path: str) -> Cluster:
         topology=entry.topology,
         collective_bandwidth=_shared(entry.collective, where=f"{path}: collective"),
         collective_rates=_rates(entry.collective, where=f"{path}: collective"),
+        fsdp_units=_fsdp_units(entry.fsdp, where=f"{path}: fsdp"),
         collective_overlap=entry.collective.overlap if entry.collective else 1.0,
         bus_bandwidth=_shared(entry.bus, where=f"{path}: bus"),
         levels=levels,
@@ -234,6 +245,13 @@ def _rates(entry: _Collective | None, *, where: str) -> CollectiveRates:
         name: read_bandwidth(rate, where=where, what=name) for name, rate in given.items() if rate is not None
     }
     return CollectiveRates(**known)
+
+
+def _fsdp_units(entry: _Fsdp | None, *, where: str) -> FsdpUnits | None:
+    if entry is None:
+        return None
+    gather = read_link(entry.gather, where=f"{where}: gather")
+    return FsdpUnits(gather=gather, scatter=read_link(entry.scatter, where=f"{where}: scatter"))
 
 
 def _pairs(entries: tuple[_PairEntry, ...], names: list[str], *, chain: bool, path: str) -> dict[str, Link]:

@@ -45,6 +45,9 @@ def cluster_toml(cluster: Cluster, *, comment: str = "") -> str:
     for key, link in cluster.pairs.items():
         ends = ", ".join(toml_string(end) for end in key.split(" - "))
         lines += ["[[links.pair]]", f"between = [{ends}]", *_link(link), ""]
+    if cluster.fsdp_units is not None:
+        lines += ["[fsdp.gather]", *_link(cluster.fsdp_units.gather), ""]
+        lines += ["[fsdp.scatter]", *_link(cluster.fsdp_units.scatter), ""]
     for place, level in enumerate(cluster.levels):
         lines += ["[[levels]]", *_level(cluster, place, level), ""]
     for name in dict.fromkeys(accelerator.type for accelerator in cluster.accelerators):

@@ -23,7 +23,8 @@ Units are the modules that `fully_shard` was called on, and the model itself, th
 
 Where no gradient is wanted of a unit's output, as before the first trained weight, its backward does not run; but
 its weights may be fetched ahead. On CPUs the host waits for every collective, so that all is in a row. Memory is
-the same there, as torch's allocator goes by the order in which the host asks, not by when the device runs.
+the same there, as torch's allocator goes by the order in which the host asks, not by when the device runs. The
+host's own work for a unit, which nothing hides there, is in the cluster's `fsdp_units` where it was measured.
 
 Weights are gathered into a buffer and copied out of it. In the forward the buffer stays until the next unit's
 weights are copied out; in the backward it goes at once, and the next one's comes. Of gradients that are copied
@@ -176,6 +177,9 @@ def fsdp_seconds(chain: Chain, cluster: Cluster, members: tuple[int, ...], rows:
         return float(seconds.backward[slowest, list(part.layers)].sum())
 
     if not on_gpus(cluster, members):
+        own = cluster.fsdp_units
+        if own is not None:
+            gather, scatter = own.gather.seconds_if_any, own.scatter.seconds_if_any
         back = list(model.back())
         fetched = {id(part): part for pair in back for part in pair if part is not None}
         if model.last is not None:

@@ -28,6 +28,7 @@ from bapipe.torch.profiler.link_record import (
     collective_bandwidth,
     collective_rates,
     fit,
+    fsdp_units,
     links_of,
 )
 from bapipe.torch.profiler.measure_links import measure_links
@@ -68,6 +69,8 @@ SENT = replace(
     buckets=(sample(64 * MIB, 64 * MIB / 1e9, both=True, pair=(0, 1)), sample(100 * MIB, 0.2, pair=(0, 2))),
     gather=tuple(sample(size, 1e-4 + size / 8e8, pair=(0, 2)) for size in (8, MIB, 16 * MIB)),
     scatter=tuple(sample(size, 1e-4 + size / 4e8, pair=(0, 2)) for size in (8, MIB, 16 * MIB)),
+    unit_gather=tuple(sample(size, 2e-3 + size / 5e8, pair=(0, 2)) for size in (2**12, MIB, 16 * MIB)),
+    unit_scatter=tuple(sample(size, 3e-3 + size / 2.5e8, pair=(0, 2)) for size in (2**12, MIB, 16 * MIB)),
     overlap=0.25,
 )
 """with other collectives: those of all three ranks count"""
@@ -127,7 +130,13 @@ def test_rates_of_collectives_are_those_of_a_ring_of_all_ranks(tmp_path: Path) -
     for name, rate in rates.known.items():
         assert cluster.collective_rates.known[name] == pytest.approx(rate, rel=1e-3)
     lines = CliRunner().invoke(cluster_group, ["show", str(path)]).output.splitlines()
-    starts = ("all-reduce: ", "all-reduces in buckets: ", "all-gather: ", "reduce-scatter: ")
+    units = cluster.fsdp_units
+    assert units is not None
+    assert units.gather.bandwidth == pytest.approx(5e8, rel=1e-3)
+    assert units.gather.seconds_if_any(5e8) == pytest.approx(1.002, rel=1e-3)
+    assert units.scatter.seconds_if_any(5e8) == pytest.approx(2.003, rel=1e-3)
+    assert units.scatter.seconds_if_any(0.0) == 0.0
+    starts = ("all-reduce: ", "all-reduces in buckets: ", "all-gather: ", "reduce-scatter: ", "FSDP2, a unit: ")
     assert all(any(line.startswith(start) for line in lines) for start in starts)
 
 
@@ -136,6 +145,7 @@ def test_what_was_measured_before_there_were_other_collectives_has_none_of_their
     text = cluster_text(MACHINE, MEASURED)
     assert "overlap" not in text
     assert "gather" not in text
+    assert "fsdp" not in text
 
 
 def test_detect_describes_this_machine(tmp_path: Path) -> None:
@@ -161,8 +171,19 @@ def test_links_between_two_ranks_of_this_machine() -> None:
     for collective in (found.gather, found.scatter):
         assert [item.nbytes for item in collective] == [8, 2**12, 2**16, MIB]
     assert set(collective_rates(found).known) == {"buckets", "gather", "scatter"}
+    for one in (found.unit_gather, found.unit_scatter):
+        assert [item.nbytes for item in one] == [2**12, MIB]
+        assert all(item.seconds.median >= 0 for item in one)
+    assert fsdp_units(found) is not None
     assert found.overlap is not None
     assert 0 <= found.overlap <= 1
+
+
+def test_a_reduce_scatter_leaves_every_rank_with_as_many_numbers() -> None:
+    """Of three ranks each has a part of messages that do not divide by three."""
+    found = measure_links(3, largest=2**12, seconds=0.01)
+    assert [(item.second, item.nbytes) for item in found.scatter] == [(1, 8), (1, 2**12), (2, 8), (2, 2**12)]
+    assert [(item.second, item.nbytes) for item in found.gather] == [(1, 8), (1, 2**12), (2, 8), (2, 2**12)]
 
 
 def test_links_need_two_ranks() -> None:

@@ -18,7 +18,13 @@ from bapipe.hardware.catalog import load_catalog
 from bapipe.hardware.cluster import Link
 from bapipe.torch import slices
 from bapipe.torch.profiler.environment import accelerator_name, environment_of
-from bapipe.torch.profiler.link_record import LinkMeasurement, collective_bandwidth, collective_rates, links_of
+from bapipe.torch.profiler.link_record import (
+    LinkMeasurement,
+    collective_bandwidth,
+    collective_rates,
+    fsdp_units,
+    links_of,
+)
 
 __all__ = ["AcceleratorGroup", "Machine", "cluster_text", "detect", "usable_memory"]
 
@@ -236,6 +242,9 @@ def _link_lines(machine: Machine, measured: LinkMeasurement) -> list[str]:
             lines.append(f"overlap = {measured.overlap:.3g}")
         known = collective_rates(measured).known
         lines += [*(f"{name} = {_rounded(own)}" for name, own in known.items()), ""]
+    units = fsdp_units(measured)
+    if units is not None:
+        lines += ["[fsdp.gather]", *_entries(units.gather), "", "[fsdp.scatter]", *_entries(units.scatter), ""]
     return lines
 
 

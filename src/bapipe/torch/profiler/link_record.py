@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bapipe.hardware.cluster import CollectiveRates, Link
+from bapipe.hardware.cluster import CollectiveRates, FsdpUnits, Link
 from bapipe.io.files import read_versioned
 from bapipe.torch.profiler.statistics import SampleSummary
 
@@ -17,6 +17,7 @@ __all__ = [
     "collective_bandwidth",
     "collective_rates",
     "fit",
+    "fsdp_units",
     "links_of",
     "read_links",
 ]
@@ -71,6 +72,10 @@ class LinkMeasurement:
     """all-gathers, of the bytes that each rank has afterwards"""
     scatter: tuple[LinkSample, ...] = ()
     """reduce-scatters, of the bytes that each rank has before"""
+    unit_gather: tuple[LinkSample, ...] = ()
+    """what FSDP2 takes on CPUs to gather a unit, of the bytes of its weights; (): on GPUs, or not measured"""
+    unit_scatter: tuple[LinkSample, ...] = ()
+    """likewise to scatter its gradients"""
     overlap: float | None = None
     """share of its time that a sum of all ranks takes nothing from a compute beside it"""
 
@@ -155,6 +160,15 @@ def collective_rates(measured: LinkMeasurement) -> CollectiveRates:
         gather=_ring_rate(measured, _ends(measured.gather), 1.0),
         scatter=_ring_rate(measured, _ends(measured.scatter), 1.0),
     )
+
+
+def fsdp_units(measured: LinkMeasurement) -> FsdpUnits | None:
+    """What FSDP2 takes for a unit, from the least and the largest; None: not measured."""
+    if not measured.unit_gather or not measured.unit_scatter:
+        return None
+    fits = [fit(_ends(samples)) for samples in (measured.unit_gather, measured.unit_scatter)]
+    gather, scatter = (Link(bandwidth=bandwidth, latency=latency) for latency, bandwidth in fits)
+    return FsdpUnits(gather=gather, scatter=scatter)
 
 
 def _ends(samples: Sequence[LinkSample]) -> list[LinkSample]:

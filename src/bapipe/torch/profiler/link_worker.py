@@ -33,6 +33,7 @@ from bapipe.torch.profiler.statistics import summarise
 
 __all__ = ["main"]
 
+_ELEMENT = torch.float32.itemsize
 _SIZES = (8, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 """bytes of a message"""
 _PATIENCE = datetime.timedelta(seconds=120)
@@ -224,7 +225,7 @@ class _Collectives:
 
     def gather(self, nbytes: int) -> LinkSample:
         """As FSDP2 gathers weights: into a buffer, and out of it."""
-        own = self._value(nbytes // self.size)
+        own = self._value(-(-nbytes // self.size))
 
         def gather() -> None:
             buffer = own.new_empty(self.size * own.numel())
@@ -236,7 +237,8 @@ class _Collectives:
 
     def scatter(self, nbytes: int) -> LinkSample:
         """As gradients are summed and scattered: copied into a buffer for it."""
-        pieces = self._value(-(-nbytes // self.size) * self.size).tensor_split(_PIECES)
+        each = -(-nbytes // (_ELEMENT * self.size))  # every rank is left with as many
+        pieces = self._value(_ELEMENT * self.size * each).tensor_split(_PIECES)
 
         def scatter() -> None:
             whole = torch.cat(pieces)
@@ -244,6 +246,13 @@ class _Collectives:
             self.here.settle()
 
         return self._timed(scatter, nbytes)
+
+    def unit(self, nbytes: int) -> tuple[LinkSample, LinkSample]:
+        """A gather and a scatter of a unit by FSDP2, with its own work; of all ranks."""
+        from bapipe.torch.profiler.sharded_units import unit_seconds  # FSDP2 takes a second to import
+
+        gathers, scatters = unit_seconds(nbytes, self.group, lambda step: _repeat(step, self.here))
+        return self._sample(gathers, nbytes), self._sample(scatters, nbytes)
 
     def overlap(self, nbytes: int) -> float:
         """The share of its time that a sum takes nothing from as long a compute beside it."""
@@ -277,13 +286,17 @@ class _Collectives:
 
     def _value(self, nbytes: int) -> Tensor:
         """Zeros, which stay what they are however often they are summed."""
-        return torch.zeros(max(1, nbytes // 4), device=self.here.device)
+        return torch.zeros(max(1, nbytes // _ELEMENT), device=self.here.device)
 
     def _timed(self, action: Callable[[], None], nbytes: int, *, busy: bool = False) -> LinkSample:
         """Ranks that take no part wait for the others."""
-        samples = _repeat(action if self.here.rank < self.size else _nothing, self.here)
+        return self._sample(
+            _repeat(action if self.here.rank < self.size else _nothing, self.here), nbytes, busy=busy
+        )
+
+    def _sample(self, samples: Sequence[float], nbytes: int, *, busy: bool = False) -> LinkSample:
         return LinkSample(
-            first=0, second=self.size - 1, nbytes=nbytes, both=True, busy=busy, seconds=summarise(samples)
+            first=0, second=self.size - 1, nbytes=nbytes, both=True, busy=busy, seconds=summarise(list(samples))
         )
 
 
@@ -337,6 +350,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     together = [_both_ways(onward, size, here, busy=busy) for size in large for busy in (False, True)]
     bucket = min(BUCKET_BYTES, sizes[-1])
     reduces, buckets, gathers, scatters = [], [], [], []
+    fetches: list[LinkSample] = []
+    spreads: list[LinkSample] = []
     overlap = None
     for size in _group_sizes(world):
         group = connection.sum_group(range(size), device, _PATIENCE)
@@ -347,6 +362,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         units = sizes if device.type == "cuda" else [nbytes for nbytes in sizes if nbytes <= bucket]
         gathers += [own.gather(nbytes) for nbytes in units]
         scatters += [own.scatter(nbytes) for nbytes in units]
+        if device.type == "cpu" and size == world:
+            for nbytes in units[1::2]:
+                fetch, spread = own.unit(nbytes)
+                fetches.append(fetch)
+                spreads.append(spread)
         overlap = own.overlap(bucket)
     samples = _from_first(samples)
     if here.rank == 0:
@@ -362,6 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             buckets=tuple(buckets),
             gather=tuple(gathers),
             scatter=tuple(scatters),
+            unit_gather=tuple(fetches),
+            unit_scatter=tuple(spreads),
             overlap=overlap,
         )
         write_text(options.out, dump_json(found))

@@ -11,7 +11,7 @@ import pytest
 from bapipe.analysis.recalibrate import predict_again
 from bapipe.costs.profile import Profile
 from bapipe.costs.profile_ways import has_both_ways, join_ways, of_way
-from bapipe.planner import Request, explore
+from bapipe.planner import Request, explore, make_plan
 from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.records.plan import Plan
 from made_profiles import made_cluster, made_profile
@@ -75,6 +75,27 @@ def test_a_race_whose_runs_are_as_predicted_has_one_round(tmp_path: Path, monkey
     found = explore(profile, made_cluster({"x": 2}, bandwidth=1.0), asked)
     assert race_found(found, RunOptions(), limit=2, code=tmp_path) is not None
     assert rounds == [2]
+
+
+def test_a_race_has_three_rounds_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many plans there are that the runs so far speak for."""
+    profile, raced = made_profile({"x": [1.0] * 8}, boundary=[0.01] * 8, weights=[4.0] * 8), list[list[Plan]]()
+    monkeypatch.setattr(plan_race, "run_trials", simulated_by(profile, raced))
+    cluster = made_cluster({"x": 2}, bandwidth=1.0)
+    asked = Request(global_batch=8, microbatch=1, schedule="1f1b-so", stages=2, layer_error=0.2, link_error=0.0)
+    others = [replace(make_plan(explore(profile, cluster, asked)), notes=(str(number),)) for number in range(9)]
+    seen: list[list[Plan]] = []
+
+    def more(*_: object, **__: object) -> tuple[Plan, ...]:
+        seen.append([plan for plans in raced for plan in plans])
+        return (others.pop(),)
+
+    monkeypatch.setattr(plan_race, "unraced_candidates", more)
+    result = race_found(explore(profile, cluster, asked), RunOptions(), limit=2, code=tmp_path)
+    assert result is not None
+    assert [len(plans) for plans in raced] == [2, 2, 2]
+    assert [len(plans) for plans in seen] == [2, 4]
+    assert len(result.trials) == 4
 
 
 def simulated_by(truth: Profile, raced: list[list[Plan]]) -> Callable[..., tuple[Trial, ...]]:

@@ -219,6 +219,7 @@ def train(
     watch: Watch | None = None,
     prepared: PreparedModel | None = None,
     on_step: OnStep | None = None,
+    on_ready: Callable[[], None] | None = None,
     on_load: Callable[[Loaded], None] | None = None,
     on_straggler: Callable[[Straggler], None] | None = None,
     on_unsaved: Callable[[str], None] | None = None,
@@ -226,9 +227,10 @@ def train(
 ) -> RunRecord | None:
     """Run the plan in the process group that is there; rank 0 returns the record, the others None.
 
-    `on_step` is called on rank 0 after every step, with its bubble: the share of all ranks' time without compute,
-    or None where nothing is traced; `on_load` on rank 0 before the first step of a run that goes on from a
-    checkpoint. Where that checkpoint is of the last step already, nothing is trained and there is no record.
+    `on_ready` is called on every rank when its stages are built and compiled, before the first step; `on_step` on
+    rank 0 after every step, with its bubble: the share of all ranks' time without compute, or None where nothing
+    is traced; `on_load` on rank 0 before the first step of a run that goes on from a checkpoint. Where that
+    checkpoint is of the last step already, nothing is trained and there is no record.
     `on_unsaved` is called on every rank if the last checkpoint could not be written, with the reason. Where
     checkpoints are saved, a signal that `watch` has caught ends the run after the step that is under way: it is
     saved, and RunError says so, which rank 0 is to report.
@@ -239,6 +241,8 @@ def train(
     training = Training(runnable, options, folders=folders, watch=watch, prepared=prepared)
     if training.loaded is not None and on_load is not None and dist.get_rank() == 0:
         on_load(training.loaded)
+    if on_ready is not None:
+        on_ready()
     with training.pipe.watch.guard():
         trained = training.pipe.steps >= options.steps
         on_slow = None if leaves_slow else on_straggler or _say_nothing

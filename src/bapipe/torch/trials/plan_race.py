@@ -24,6 +24,8 @@ __all__ = ["RaceResult", "race", "race_found", "with_measured_time"]
 
 _TIMES = 2
 """each plan runs so often, in turns, so that a machine whose speed drifts treats all alike"""
+_FURTHER_ROUNDS = 2
+"""times that plans which the runs so far speak for are raced against the fastest"""
 _AS_FAST = 0.01
 """share of its time by which a plan that was preferred before the race may always be slower and still be kept"""
 _FEWEST = 4
@@ -59,19 +61,34 @@ def race_found(
     """Race at most so many plans of a search that may be the fastest; None where only the chosen one may be.
 
     Their runs say more of layers and links than was known before. Where the search with that finds other plans
-    that may be faster, these are raced against the fastest in a second round. They run compiled, or as captured,
-    as the fastest of the first round does.
+    that may be faster, these are raced against the fastest, and once more with what their runs say. They run
+    compiled, or as captured, as the fastest so far does.
     """
     plans = race_candidates(found, limit=limit)
     if len(plans) == 1:
         return None
     say = report or _silent
     say(f"racing {len(plans)} plans whose predictions lie within error of each other, {_about(plans)}")
-    first = race(plans, options, code=code)
-    assert first.best.seconds is not None
+    result = race(plans, options, code=code)
+    for _ in range(_FURTHER_ROUNDS):
+        others = _unraced(found, result, limit - 1)
+        if not others:
+            break
+        again = [result.best.plan, *others]
+        more = f"{len(others)} more plan{'s' if len(others) > 1 else ''}"
+        say(f"racing the fastest with {more} that may be faster, judging by these runs, {_about(again)}")
+        before = [trial for trial in result.trials if trial.plan is not result.best.plan]
+        last = race(again, options, code=code)
+        result = RaceResult(best=last.best, trials=_ordered([*last.trials, *before]))
+    return result
+
+
+def _unraced(found: Exploration, result: RaceResult, limit: int) -> tuple[Plan, ...]:
+    """At most so many plans that may be faster than the fastest raced one, by what all runs so far say."""
+    assert result.best.seconds is not None
     other = other_way_of(found)
-    way = found if other is None or first.best.plan.compiled == found.compiled else other
-    alike = [trial for trial in first.trials if trial.plan.compiled == way.compiled]
+    way = found if other is None or result.best.plan.compiled == found.compiled else other
+    alike = [trial for trial in result.trials if trial.plan.compiled == way.compiled]
     runs = [
         ShortRun(plan=trial.plan, records=trial.records, seconds=trial.seconds)
         for trial in alike
@@ -79,17 +96,8 @@ def race_found(
     ]
     known = calibrate(way.profile, way.hardware.cluster, runs)
     again = explore(known.profile, known.cluster, way.request)
-    others = unraced_candidates(
-        way, again, [trial.plan for trial in alike], beat=first.best.seconds, limit=limit - 1
-    )
-    if not others:
-        return first
-    again_raced = [first.best.plan, *others]
-    more = f"{len(others)} more plan{'s' if len(others) > 1 else ''}"
-    say(f"racing the fastest with {more} that may be faster, judging by these runs, {_about(again_raced)}")
-    second = race(again_raced, options, code=code)
-    before = [trial for trial in first.trials if trial.plan is not first.best.plan]
-    return RaceResult(best=second.best, trials=_ordered([*second.trials, *before]))
+    raced = [trial.plan for trial in alike]
+    return unraced_candidates(way, again, raced, beat=result.best.seconds, limit=limit)
 
 
 def _about(plans: Sequence[Plan]) -> str:

@@ -13,12 +13,14 @@ from bapipe.torch.launch.run_options import RunOptions
 from bapipe.torch.runtime.plan_checks import check_plan
 from bapipe.torch.trials.trial_record import Trial, read_result, write_jobs
 
-__all__ = ["estimated_seconds", "run_trials", "steps_for"]
+__all__ = ["WORKER", "estimated_seconds", "run_trials", "steps_for"]
 
 _SECONDS = 1.5
 """to spend on the timed steps of one plan, about"""
 _LEAST, _MOST = 3, 24
 """timed steps of one plan"""
+WORKER = ("-m", "bapipe.torch.trials.trial_worker")
+"""what Python runs as a rank of trials"""
 _START = 12.0
 """seconds to start the ranks and capture the model, for estimates"""
 
@@ -34,13 +36,15 @@ def run_trials(
     times: int = 1,
     engines: Sequence[str] | None = None,
     report: Report | None = None,
+    worker: Sequence[str] = WORKER,
 ) -> tuple[Trial, ...]:
     """Run each plan for a few steps on this machine, and say how long a step takes.
 
     All plans are of one model. Those with ranks on the same types of accelerators are run by the same processes,
     which build and capture the model once; `times` over the list, so that a machine whose speed drifts treats all
     alike. A plan that fails, by lack of memory or otherwise, is a trial with its reason; the others are run all
-    the same. `code` is where to look for the model's code first, `engines` what runs each plan's stages.
+    the same. `code` is where to look for the model's code first, `engines` what runs each plan's stages, and
+    `worker` what Python runs as a rank, with the arguments of trial_worker.
     """
     done: dict[int, Trial] = {index: Trial(plan=plan) for index, plan in enumerate(plans)}
     by_ranks: dict[tuple[str, ...], list[int]] = {}
@@ -53,7 +57,8 @@ def run_trials(
         while waiting:
             if report is not None:
                 report(f"{len(set(waiting))} plans on {len(plans[waiting[0]].ranks)} ranks")
-            waiting = _launch(plans, waiting, options, code, done, engines or [options.engine] * len(plans))
+            ways = engines or [options.engine] * len(plans)
+            waiting = _launch(plans, waiting, options, code, done, ways, worker)
     return tuple(done[index] for index in range(len(plans)))
 
 
@@ -64,13 +69,14 @@ def _launch(
     code: Path,
     done: dict[int, Trial],
     engines: Sequence[str],
+    worker: Sequence[str],
 ) -> list[int]:
     """Run what waits; what is still to be run after a plan that failed."""
     with tempfile.TemporaryDirectory(prefix="bapipe-trials-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         write_jobs(folder, [(plans[index], steps_for(plans[index]), engines[index]) for index in waiting])
-        worker = ["-m", "bapipe.torch.trials.trial_worker", name, options.to_json(), "--code", str(code)]
-        failure = attempt(check_plan(plans[waiting[0]]), worker, timeout=options.timeout)
+        words = [*worker, name, options.to_json(), "--code", str(code)]
+        failure = attempt(check_plan(plans[waiting[0]]), words, timeout=options.timeout)
         for number, index in enumerate(waiting):
             record = read_result(folder, number)
             if record is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +42,12 @@ from bapipe.torch.trials.trial_record import read_jobs, result_file
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    on_ready: Callable[[], None] | None = None,
+    on_done: Callable[[], None] | None = None,
+) -> int:
     """Run this rank to its end; why it failed is left for the process that started it."""
     parser = argparse.ArgumentParser(prog="bapipe.torch.trials.trial_worker", description="One rank of trials.")
     parser.add_argument("folder", type=Path, help="with trials.json; records go there")
@@ -52,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     read = parser.parse_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     try:
-        _run(read.folder, parse_options(read.options), read.code)
+        _run_jobs(read.folder, parse_options(read.options), read.code, on_ready=on_ready, on_done=on_done)
     except RunError as error:
         if not error.reported:
             write_failure(error.failure, read.notes, by=rank)
@@ -65,7 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(folder: Path, options: RunOptions, code: Path) -> None:
+def _run_jobs(
+    folder: Path,
+    options: RunOptions,
+    code: Path,
+    *,
+    on_ready: Callable[[], None] | None = None,
+    on_done: Callable[[], None] | None = None,
+) -> None:
+    """Run the jobs of a folder; every rank calls `on_ready` before the first step of each, `on_done` after it."""
     jobs = read_jobs(folder)
     first = jobs[0][0]
     take_slice(first, planned_rank(first), options.device)
@@ -81,7 +94,9 @@ def _run(folder: Path, options: RunOptions, code: Path) -> None:
         own = replace(options, steps=steps, learning_rate=0.0, engine=engine)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # of the plan before
-        record = train(trusted_plan(plan), own, prepared=prepared)
+        record = train(trusted_plan(plan), own, prepared=prepared, on_ready=on_ready)
+        if on_done is not None:
+            on_done()
         prepared.captured.module.to("cpu").zero_grad(set_to_none=True)
         if rank == 0 and record is not None:
             write_run(record, result_file(folder, number))

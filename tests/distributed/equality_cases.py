@@ -95,6 +95,9 @@ HYBRIDS = (
     Case(model="unet", schedule="1f1b-sno", stages=2, microbatches=5, replicas=(2, 2), recompute=(1,)),
     Case(model="llama", schedule="1f1b", stages=1, microbatches=5, caps=(2,), replicas=(2,), short=True),
     Case(model="gpt2", schedule="1f1b-sno", stages=2, microbatches=2, replicas=(1, 3), numbers="dropout"),
+    Case(model="gpt2", schedule="interleaved", stages=2, microbatches=4, replicas=(2, 2)),
+    Case(model="gnmt", schedule="zb-v", stages=2, microbatches=5, replicas=(2, 2), short=True),
+    Case(model="unet", schedule="v-half", stages=2, microbatches=4, replicas=(2, 2), layers="odd"),
 )
 """replicas of stages that are no whole share each, some of them without a micro-batch"""
 DEALT = (

@@ -189,7 +189,7 @@ def test_progress_says_what_may_still_be_gained() -> None:
     found = explore(
         profile,
         made_cluster({"x": 4}, bandwidth=1.0),
-        Request(global_batch=6, microbatch=1, effort="high"),
+        Request(global_batch=6, microbatch=1, effort="high", schedule="1f1b"),
         progress=lambda *what: told.append(what),
     )
     assert told

@@ -31,7 +31,7 @@ def test_what_has_the_time_is_replicated_and_what_has_the_weights_is_not() -> No
     profile = made_profile({"x": VGG}, weights=WEIGHTS, boundary=[0.01] * len(VGG), sizes=(1,))
     cluster = made_cluster({"x": 4}, bandwidth=2.0)
     found = explore(profile, cluster, Request(global_batch=32))
-    others = [item for item in found.considered if item.candidate.schedule.name not in V_SHAPED]
+    others = [item for item in found.considered if item.candidate.schedule.name not in (*V_SHAPED, "interleaved")]
     best = min(others, key=lambda item: item.time)
     stages = best.candidate.stages
     assert [len(stage.accelerators) for stage in stages] == [3, 1]

@@ -156,7 +156,7 @@ def test_the_commands_print_names_as_they_are(tmp_path: Path) -> None:
     text = (REPOSITORY / "examples" / "tiny-profile.json").read_text(encoding="utf-8")
     (tmp_path / "profile.json").write_text(text.replace('"layer0"', '"[/bold]"'), encoding="utf-8")
     cluster = str(REPOSITORY / "examples" / "cluster-two-cpus.toml")
-    options = ("--cluster", cluster, "--global-batch", "64")
+    options = ("--cluster", cluster, "--global-batch", "64", "--schedule", "1f1b-sno")
     done = bapipe("plan", "profile.json", *options, "--out", "[red].json", folder=tmp_path, COLUMNS="120")
     assert done.returncode == 0, done.stderr
     assert "[/bold] …" in done.stdout

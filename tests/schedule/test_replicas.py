@@ -41,6 +41,19 @@ def test_they_take_as_long_as_one_of_its_share_and_hold_as_much() -> None:
     assert both.peak_in_flight() == [2 * live for live in alone.peak_in_flight()]
 
 
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min"])
+def test_pipelines_of_several_stages_per_rank_are_replicated(name: str) -> None:
+    """Each replica takes what it takes alone, holds what it holds, and the check finds nothing wrong."""
+    alone = make_schedule(name, 2, 3)
+    both = make_schedule(name, 2, 6, replicas=[2, 2])
+    assert both.placement == tuple((2 * rank, 2 * rank + 1) for (rank,) in alone.placement)
+    require_valid(with_update(both))
+    costs = Costs.of(4, forward=[2.0, 3.0, 2.5, 3.5], backward=[4.0, 5.0, 4.5, 6.0], weight_gradient=[1.0] * 4)
+    one, two = simulate(alone, costs), simulate(both, costs)
+    assert two.time == pytest.approx(one.time)
+    assert two.peak_in_flight() == [2 * live for live in one.peak_in_flight()]
+
+
 def test_their_sums_come_before_their_updates() -> None:
     made = with_update(make_schedule("zb", 2, 4, caps=[2, 1], replicas=[2, 2]))
     assert actions(made, 0) == "0F0 0F2 0I0 0W0 0I2 0W2 0U 0A"
@@ -50,7 +63,7 @@ def test_their_sums_come_before_their_updates() -> None:
 @pytest.mark.parametrize(
     ("pipelines", "message"),
     [
-        ([interleaved(2, 4), interleaved(2, 4)], "interleaved has another shape"),
+        ([interleaved(2, 4), interleaved(3, 4)], "of one name and shape"),
         ([zb_h1(2, 4), zb_h1(2, 5)], "dealt in turn"),
         ([zb_h1(2, 4), zero_bubble(2, 4, [2, 1])], "of one name and shape"),
     ],

@@ -19,6 +19,7 @@ from bapipe.io.files import write_text
 from bapipe.schedule.actions import Schedule
 from bapipe.schedule.generators import SCHEDULES, make_schedule, with_recompute, with_update
 from bapipe.schedule.inflight import full_overlap_caps
+from bapipe.schedule.replicas import replicated
 from bapipe.schedule.schedule_file import read_schedule, schedule_text
 from bapipe.schedule.v_order import quickest_v_order
 from bapipe.schedule.v_shape import V_SHAPED, v_placement
@@ -150,7 +151,11 @@ def _v_shaped(made: Schedule, options: dict[str, Any]) -> Schedule:
     costs, network = _costs(made, options), _LINKS[options["links"]]
     if made.num_stages * made.num_microbatches > _MOST_ORDERED or network.sending == "blocking":
         return made
-    return quickest_v_order(made.name, costs, made.num_microbatches, network=network)
+
+    def quickest(microbatches: int) -> Schedule:
+        return quickest_v_order(made.name, costs, microbatches, network=network)
+
+    return replicated(made.name, quickest, made.num_microbatches, options["replicas"])
 
 
 def _schedule(name: str, options: dict[str, Any]) -> Schedule:
@@ -183,14 +188,15 @@ def _schedule(name: str, options: dict[str, Any]) -> Schedule:
 
 
 def _costs(made: Schedule, options: dict[str, Any]) -> Costs:
-    ranks = made.num_ranks
+    placement = _of_one_pipeline(made)
+    ranks = 1 + max(rank for own in placement for rank in own)
     dealt = tuple((stage % ranks,) for stage in range(made.num_stages))
-    interleaved = made.num_stages != ranks and made.placement == dealt
+    interleaved = made.num_stages != ranks and placement == dealt
     given = (options[name] for name in ("forward", "backward", "weight_gradient"))
     by_rank = not any(isinstance(value, Sequence) and len(value) == made.num_stages for value in given)
-    shaped = made.name in V_SHAPED or (ranks > 1 and made.placement == v_placement(ranks))
+    shaped = made.name in V_SHAPED or (ranks > 1 and placement == v_placement(ranks))
     folds = shaped and by_rank
-    count = made.num_ranks if interleaved or folds else made.num_stages
+    count = ranks if interleaved or folds else made.num_stages
     costs = Costs.of(
         count,
         forward=options["forward"],
@@ -203,16 +209,24 @@ def _costs(made: Schedule, options: dict[str, Any]) -> Costs:
     )
     if folds:
         return costs.folded()
-    return costs.split(made.num_stages // made.num_ranks) if interleaved else costs
+    return costs.split(made.num_stages // ranks) if interleaved else costs
+
+
+def _of_one_pipeline(made: Schedule) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage; of replicas of a whole pipeline, those of one."""
+    count = len(made.placement[0])
+    if any(len(own) != count for own in made.placement):
+        return made.placement
+    return tuple((own[0] // count,) for own in made.placement)
 
 
 def _simulate(made: Schedule, options: dict[str, Any]) -> tuple[Summary, Timeline]:
     costs, network = _costs(made, options), _LINKS[options["links"]]
     timeline = simulate(made, costs, network)
     summary = summarise(made, costs, timeline, network)
-    return dataclasses.replace(
-        summary, stages=made.num_ranks if made.name in ("interleaved", *V_SHAPED) else summary.stages
-    ), timeline
+    ranks = 1 + max(rank for own in _of_one_pipeline(made) for rank in own)
+    several = made.name in ("interleaved", *V_SHAPED)
+    return dataclasses.replace(summary, stages=ranks if several else summary.stages), timeline
 
 
 def _simulate_all(options: dict[str, Any]) -> list[tuple[Summary, Timeline]]:
@@ -220,7 +234,8 @@ def _simulate_all(options: dict[str, Any]) -> list[tuple[Summary, Timeline]]:
     results = []
     replicas = options["replicas"] or (1,)
     replicated = max(replicas) > 1
-    able = ("gpipe", "1f1b-sno", "1f1b-so", *(("zb-h1", "zb-h2") if len(set(replicas)) == 1 else ()))
+    whole = ("zb-h1", "zb-h2", "interleaved", *V_SHAPED) if len(set(replicas)) == 1 else ()
+    able = ("gpipe", "1f1b-sno", "1f1b-so", *whole)
     for name in SCHEDULES:
         if (replicated and name not in able) or name in _left_out(options):
             continue

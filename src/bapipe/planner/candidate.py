@@ -22,6 +22,7 @@ __all__ = [
     "accelerators_of_ranks",
     "as_run",
     "is_data_parallel",
+    "layers_recomputing",
     "takes_moves",
     "unreplicated",
 ]
@@ -100,6 +101,12 @@ class Hardware:
     def update_copies(self) -> float:
         """Those and what the optimizer's step makes besides."""
         return self.static_copies() + self.optimizer.memory.workspace
+
+
+def layers_recomputing(chain: Chain) -> str:
+    """What a label says of the layers of a chain that recompute, if any."""
+    count = sum(last - first + 1 for first, last in chain.recompute)
+    return f", {count} layer{'s' * (count > 1)} recomputing" if count else ""
 
 
 def as_run(candidate: Candidate) -> Schedule:

@@ -23,10 +23,12 @@ from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.schedule.replicas import replicated_pipelines
 
-__all__ = ["REPLICATED", "balanced_hybrids", "copies_of", "numbers_of_copies"]
+__all__ = ["LOOPED", "REPLICATED", "balanced_hybrids", "copies_of", "numbers_of_copies"]
 
 REPLICATED = ("1f1b-sno", "1f1b-so", "1f1b", "zb", "zb-h1", "zb-h2")
-"""schedules that run in several replicas of a pipeline"""
+"""schedules of one stage per accelerator that run in several replicas of a pipeline"""
+LOOPED = ("interleaved", "zb-v", "v-half", "v-min")
+"""those of several, which do so too"""
 
 
 def balanced_hybrids(
@@ -110,6 +112,8 @@ def copies_of(candidate: Candidate, number: int, cluster: Cluster) -> Iterator[C
     shape = "-".join([str(number)] * len(stages))
     schedule = replicated_pipelines([candidate.schedule] * number)
     label = f"{candidate.label.partition(',')[0]}, stages {shape}"
+    if candidate.schedule.name in LOOPED:
+        label = f"{candidate.label}, {number} replicas"
     several = len({cluster.place(index) for index in range(len(cluster))}) > 1
     for near in (True, False) if several else (True,):
         placed = tuple(

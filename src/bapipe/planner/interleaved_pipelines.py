@@ -13,7 +13,7 @@ from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice
 from bapipe.planner.candidate_costs import stage_costs
-from bapipe.planner.evaluate import Evaluation, evaluate
+from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.inflight_caps import inflight_bytes
 from bapipe.planner.local_moves import moved_cuts
 from bapipe.planner.looped_cuts import Cuts, balanced_ranks, fastest_first, looped_bound
@@ -25,9 +25,15 @@ from bapipe.planner.quickest_orders import quickest_orders
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
 from bapipe.planner.varied_times import varied_times
 from bapipe.schedule.actions import Schedule
-from bapipe.schedule.channel_window import stops_at
 from bapipe.schedule.interleaving import interleaved
-from bapipe.schedule.looped_order import LOOPED_CHOICES, LoopedChoice, LoopedStage, looped_order, looped_placement
+from bapipe.schedule.looped_order import (
+    LOOPED_CHOICES,
+    LoopedChoice,
+    LoopedStage,
+    justified_order,
+    looped_order,
+    looped_placement,
+)
 
 __all__ = ["interleaved_candidate", "looped_pipelines"]
 
@@ -70,6 +76,10 @@ def _require_links(cluster: Cluster) -> None:
         raise BaPipeError("interleaving needs accelerators that are each connected to any other")
 
 
+_Made = tuple[Schedule, float]
+"""an order, and its seconds"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Looped:
     """Accelerators with so many stages each, and cuts that balance them."""
@@ -110,9 +120,10 @@ def looped_pipelines(
 ) -> list[Evaluation]:
     """Interleaving with unequal numbers of stages, and on accelerators of several types; raises if it cannot be.
 
-    The fastest accelerators come first and have most stages. Of all such numbers up to three the few whose bound
-    is least, as far as it is below `within` seconds, get orders made for their times, and their cuts move as long
-    as an order gets shorter by that. Larger problems have none.
+    The fastest accelerators come first and have most stages. Of all such numbers up to three the few whose cuts
+    are bound to take least, not much more than `within` seconds, get orders made for their times; and where one of
+    these is not much longer either, their cuts move as long as an order gets shorter by that. Larger problems have
+    none.
     """
     cluster = hardware.cluster
     _require_links(cluster)
@@ -125,11 +136,17 @@ def looped_pipelines(
         of_stage = tuple(rank for (rank,) in looped_placement(counts))
         cuts = balanced_ranks(chain, of_stage, rows, microbatches)
         bound = looped_bound(chain, of_stage, rows, cuts, microbatches)
-        if bound < within:
+        if bound < (1 + tuning.cuts_save) * within:
             shapes.append(_Looped(accelerators=taken, counts=counts, cuts=cuts, bound=bound))
+    searches = [
+        _OrderSearch(shape, chain, hardware, microbatches, tuning)
+        for shape in sorted(shapes, key=lambda own: own.bound)[: tuning.looped_shapes]
+    ]
     found = []
-    for shape in sorted(shapes, key=lambda own: own.bound)[: tuning.looped_shapes]:
-        found += _ordered(shape, chain, hardware, microbatches, within, tuning)
+    for search in searches:
+        if search.soonest <= (1 + tuning.cuts_save) * within:
+            search.climb()
+            found += search.simulated()
     return found
 
 
@@ -151,63 +168,68 @@ def _numbers_of_stages(rows: Sequence[int], layers: int) -> Iterator[tuple[int, 
     yield from (counts for counts in shapes if sum(counts) <= layers)
 
 
-def _ordered(
-    shape: _Looped, chain: Chain, hardware: Hardware, microbatches: int, within: float, tuning: Tuning
-) -> list[Evaluation]:
-    """Its fastest orders, simulated; on the cuts it has and on those that the shortest order prefers."""
+class _OrderSearch:
+    """Orders of one shape, and cuts that give shorter ones."""
 
-    def made(cuts: Cuts, choice: LoopedChoice) -> tuple[Schedule, float]:
-        times, room = _times(shape, chain, cuts, hardware, tuning)
-        return looped_order(times, microbatches, choice, room=room)
+    def __init__(
+        self, shape: _Looped, chain: Chain, hardware: Hardware, microbatches: int, tuning: Tuning
+    ) -> None:
+        self._shape, self._chain, self._hardware = shape, chain, hardware
+        self._microbatches, self._tuning = microbatches, tuning
+        self._known: dict[Cuts, tuple[list[LoopedStage], list[float]]] = {}
+        first = {choice: self._listed(shape.cuts, choice)[1] for choice in LOOPED_CHOICES}
+        self._choices = sorted(LOOPED_CHOICES, key=lambda choice: first[choice])[: tuning.varied_choices]
+        soonest = {choice: self._justified(shape.cuts, choice, rounds=1)[1] for choice in self._choices}
+        self._quickest = min(self._choices, key=lambda choice: soonest[choice])
+        self._cuts = shape.cuts
+        self.soonest = soonest[self._quickest]
+        """seconds of the shortest order so far, as if links were never shared"""
 
-    orders = {choice: made(shape.cuts, choice) for choice in LOOPED_CHOICES}
-    quickest = min(orders, key=lambda choice: orders[choice][1])
-    choices = sorted(LOOPED_CHOICES, key=lambda choice: orders[choice][1])[: tuning.varied_choices]
-    varied = _varied(shape, shape.cuts, choices, chain, hardware, microbatches, tuning)
-    if min([orders[quickest][1], *(own.time for own in varied)]) > (1 + tuning.cuts_save) * within:
-        return varied
-    best, cuts, tried = orders[quickest], shape.cuts, {shape.cuts}
-    improved = True
-    while improved and len(tried) < tuning.looped_orders:
-        improved = False
-        for moved in moved_cuts(cuts, most=tuning.looped_orders):
-            if moved in tried or len(tried) >= tuning.looped_orders:
-                continue
-            tried.add(moved)
-            trial = made(moved, quickest)
-            if trial[1] < best[1] * (1 - tuning.order_gain):
-                best, cuts, improved = trial, moved, True
-                break
-    ranked = sorted((made(cuts, choice) for choice in LOOPED_CHOICES), key=lambda order: order[1])
-    running = [schedule for schedule, _ in ranked if not stops_at(schedule)]
-    found = [
-        evaluate(shape.candidate(chain, cuts, schedule), hardware)
-        for schedule in running[: tuning.orders_simulated]
-    ]
-    again = [] if cuts == shape.cuts else _varied(shape, cuts, choices, chain, hardware, microbatches, tuning)
-    return [*found, *varied, *again]
+    def _listed(self, cuts: Cuts, choice: LoopedChoice) -> _Made:
+        times, room = self._times(cuts)
+        return looped_order(times, self._microbatches, choice, room=room)
 
+    def _justified(self, cuts: Cuts, choice: LoopedChoice, *, limit: float = math.inf, rounds: int = 4) -> _Made:
+        times, room = self._times(cuts)
+        return justified_order(times, self._microbatches, choice, limit=limit, room=room, rounds=rounds)
 
-def _varied(
-    shape: _Looped,
-    cuts: Cuts,
-    choices: Sequence[LoopedChoice],
-    chain: Chain,
-    hardware: Hardware,
-    microbatches: int,
-    tuning: Tuning,
-) -> list[Evaluation]:
-    """Simulated orders by these choices that are made for times near those of the stages."""
-    times, room = _times(shape, chain, cuts, hardware, tuning)
-    orders = [
-        looped_order(own, microbatches, choice, room=room)[0]
-        for own in varied_times(times, tuning.time_variations)
-        for choice in choices
-    ]
-    if not orders:
-        return []
-    any_order = shape.candidate(chain, cuts, orders[0])
-    return quickest_orders(any_order, orders, hardware, most=tuning.orders_simulated)
+    def _times(self, cuts: Cuts) -> tuple[list[LoopedStage], list[float]]:
+        if cuts not in self._known:
+            self._known[cuts] = _times(self._shape, self._chain, cuts, self._hardware, self._tuning)
+        return self._known[cuts]
+
+    def climb(self) -> None:
+        """Move the cuts as long as an order gets shorter by that."""
+        actions, tried = 2 * sum(self._shape.counts) * self._microbatches, {self._cuts}
+        most = max(self._tuning.looped_orders, self._tuning.looped_actions // actions)
+        improved = True
+        while improved and len(tried) < most:
+            improved = False
+            for moved in moved_cuts(self._cuts, most=most):
+                if moved in tried or len(tried) >= most:
+                    continue
+                tried.add(moved)
+                seconds = self._justified(moved, self._quickest, rounds=1)[1]
+                if seconds < self.soonest * (1 - self._tuning.order_gain):
+                    self.soonest, self._cuts, improved = seconds, moved, True
+                    break
+
+    def simulated(self) -> list[Evaluation]:
+        """The fastest orders of the cuts, and those made for times near those of the stages."""
+        cuts, tuning = self._cuts, self._tuning
+        made = [self._listed(cuts, choice) for choice in LOOPED_CHOICES]
+        made += [self._justified(cuts, choice) for choice in self._choices]
+        made += [self._justified(cuts, self._quickest, limit=limit) for limit in tuning.justified_limits]
+        orders = [schedule for schedule, _ in made]
+        any_order = self._shape.candidate(self._chain, cuts, orders[0])
+        found = quickest_orders(any_order, orders, self._hardware, most=tuning.orders_simulated)
+        times, room = self._times(cuts)
+        varied = [
+            looped_order(own, self._microbatches, choice, room=room)[0]
+            for own in varied_times(times, tuning.time_variations)
+            for choice in self._choices
+        ]
+        return [*found, *quickest_orders(any_order, varied, self._hardware, most=tuning.orders_simulated)]
 
 
 def _times(

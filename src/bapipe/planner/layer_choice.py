@@ -23,11 +23,22 @@ from numpy.typing import NDArray
 from bapipe.costs.recomputed_layers import may_recompute, run_inputs
 from bapipe.costs.segments import Chain, Floats, Run
 
-__all__ = ["ChosenRuns", "Span", "UnitNeeds", "choose_runs", "held_bytes", "unit_needs"]
+__all__ = [
+    "ChosenRuns",
+    "RunChoices",
+    "Span",
+    "UnitNeeds",
+    "choose_runs",
+    "held_bytes",
+    "least_repeated",
+    "unit_needs",
+]
 
 Ints = NDArray[np.int64]
 _MOST_CHOICES = 600
 """choices that are kept after each unit; more are thinned out"""
+_ALL_CHOICES = 12
+"""units of a rank up to which so many are kept; of more units fewer, at least a tenth"""
 _ALL_RUNS = 12
 """units of a span up to which runs of any length are tried"""
 _LONGEST_RUN = 4
@@ -122,6 +133,8 @@ def choose_runs(
     least. Cost: O(units · choices · longest run), choices at most some hundreds.
     """
     links: list[tuple[int, Run]] = []
+    units = sum(span.last - span.first + 1 for span in spans)
+    most = max(_MOST_CHOICES // 10, min(_MOST_CHOICES, _MOST_CHOICES * _ALL_CHOICES // units))
     limit = np.inf if least_bytes else room
     none = np.full(1, -1, np.int64)
     current = _Choices(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1), none, none)
@@ -130,7 +143,7 @@ def choose_runs(
         known = {span.last + 1: current}
         for unit in range(span.last, span.first - 1, -1):
             choices = _joined([*_extended(needs, span, unit, known)])
-            current = _fewer(choices, limit, several=len(spans) > 1, timed=not least_bytes)
+            current = _fewer(choices, limit, most, several=len(spans) > 1, timed=not least_bytes)
             current = known[unit] = _linked(current, unit, links)
     if not len(current.seconds):
         return None
@@ -141,6 +154,51 @@ def choose_runs(
         seconds=float(current.seconds[best]),
         held=float(current.held[best]),
     )
+
+
+class RunChoices:
+    """Choices made in one search, kept for ranks that stay as they are while others change."""
+
+    def __init__(self) -> None:
+        self.work = 0
+        """units squared, times spans, of the choices that were not known yet: about what they cost"""
+        self._needs: dict[tuple[int, int], tuple[Chain, UnitNeeds]] = {}
+        self._known: dict[tuple[object, ...], ChosenRuns | None] = {}
+
+    def needs(self, chain: Chain, row: int) -> UnitNeeds:
+        """As `unit_needs`."""
+        key = id(chain), row
+        if key not in self._needs:
+            self._needs[key] = chain, unit_needs(chain, row)  # the chain is kept, so that its id stays its own
+        return self._needs[key][1]
+
+    def choose(
+        self, needs: UnitNeeds, spans: tuple[Span, ...], room: float, *, least_bytes: bool = False
+    ) -> ChosenRuns | None:
+        """As `choose_runs`, for needs that were asked for here."""
+        key = id(needs), spans, room, least_bytes
+        if key not in self._known:
+            self.work += len(spans) * sum(own.last - own.first + 1 for own in spans) ** 2
+            self._known[key] = choose_runs(needs, spans, room, least_bytes=least_bytes)
+        return self._known[key]
+
+
+def least_repeated(needs: UnitNeeds, spans: Sequence[Span], room: float) -> float:
+    """Seconds per micro-batch that any choice which holds at most `room` bytes repeats at least; infinite where
+    none does: as if parts of units could recompute, and kept nothing. Linear in units, but for sorting them.
+    """
+    saved = np.concatenate([own.inflight * needs.saved[own.first : own.last + 1] for own in spans])
+    seconds = np.concatenate([needs.forward[own.first : own.last + 1] for own in spans])
+    free = np.concatenate([needs.allowed[own.first : own.last + 1] for own in spans]) & (saved > 0)
+    lacking = float(saved.sum()) - room
+    if lacking <= 0:
+        return 0.0
+    saved, seconds = saved[free], seconds[free]
+    order = np.argsort(seconds / saved)
+    spared, repeated = np.cumsum(saved[order]), np.cumsum(seconds[order])
+    if not len(spared) or spared[-1] < lacking:
+        return np.inf
+    return float(np.interp(lacking, np.append(0.0, spared), np.append(0.0, repeated)))
 
 
 def _extended(needs: UnitNeeds, span: Span, unit: int, known: dict[int, _Choices]) -> Iterator[_Choices]:
@@ -174,7 +232,7 @@ def _joined(made: Sequence[_Choices]) -> _Choices:
     return _Choices(*(np.concatenate([getattr(own, name) for own in made]) for name in _Choices.__slots__))
 
 
-def _fewer(own: _Choices, limit: float, *, several: bool, timed: bool) -> _Choices:
+def _fewer(own: _Choices, limit: float, most: int, *, several: bool, timed: bool) -> _Choices:
     """Those that may fit and that no other beats; where these are too many, the best of every size.
 
     What is kept matters for itself only where another span follows, of `several`; seconds only where `timed`.
@@ -183,10 +241,10 @@ def _fewer(own: _Choices, limit: float, *, several: bool, timed: bool) -> _Choic
     by_bytes = (own.seconds, own.kept, own.settled, own.held)
     own = own.taking(np.lexsort((own.settled, own.held, own.seconds) if timed else by_bytes))
     own = own.taking(np.array(_unbeaten(own) if several else _on_stairs(own), np.int64))
-    if len(own.seconds) <= _MOST_CHOICES:
+    if len(own.seconds) <= most:
         return own
     low, high = float(own.held.min()), float(own.held.max())
-    sizes = np.floor((own.held - low) / max(high - low, 1e-300) * (_MOST_CHOICES - 1))
+    sizes = np.floor((own.held - low) / max(high - low, 1e-300) * (most - 1))
     _, chosen = np.unique(sizes, return_index=True)  # sorted by seconds: the first of a size is its fastest
     return own.taking(np.union1d(chosen, [int(own.held.argmin())]))
 

@@ -19,7 +19,7 @@ from bapipe.planner.candidate import Hardware
 from bapipe.planner.planned_order import PlannedOrder
 from bapipe.planner.stage_tables import StageTables
 
-__all__ = ["balanced_recomputing_cuts", "fitting_and_lightest_cuts"]
+__all__ = ["fitting_and_lightest_cuts", "recomputing_cuts"]
 
 Floats = NDArray[np.float64]
 Cuts = tuple[int, ...]
@@ -43,11 +43,15 @@ def fitting_and_lightest_cuts(
     return (found if np.isfinite(_worst(costs, found)) else None), lightest
 
 
-def balanced_recomputing_cuts(
-    tables: StageTables, hardware: Hardware, accelerators: Sequence[int], order: PlannedOrder
-) -> tuple[float, Cuts] | None:
-    """The same, with as much forward time repeated as memory asks for, such that the longest is shortest; and how
-    long that is, its micro-batches together. None where none fit.
+def recomputing_cuts(
+    tables: StageTables,
+    hardware: Hardware,
+    accelerators: Sequence[int],
+    order: PlannedOrder,
+    others: Sequence[Cuts] = (),
+) -> list[tuple[float, Cuts]]:
+    """Cuts whose stages repeat as much forward time as memory asks for: those of the shortest longest stage, then
+    the `others`; each with how long that stage takes, its micro-batches together. Infinite where they do not fit.
 
     What a stage repeats is estimated: layers are taken to be alike, each by itself. `accelerators` has the first
     of each stage's.
@@ -64,10 +68,8 @@ def balanced_recomputing_cuts(
             cost = max(order.taken(stage)) * (own.work + share * own.forward)
         np.copyto(cost, np.inf, where=share > 1)
         costs.append(cost)
-    found = _least_worst(costs)
-    worst = _worst(costs, found)
-    rising = all(before < after for before, after in itertools.pairwise((-1, *found)))
-    return (worst, found) if rising and np.isfinite(worst) else None
+    found = dict.fromkeys((_least_worst(costs), *others))
+    return [(_worst(costs, cuts), cuts) for cuts in found if _rising(cuts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,6 +127,11 @@ def _worst(costs: Sequence[Floats], cuts: Cuts) -> float:
     """The largest of the stages' costs."""
     firsts = (0, *(cut + 1 for cut in cuts[:-1]))
     return max(float(cost[last, first]) for cost, first, last in zip(costs, firsts, cuts, strict=True))
+
+
+def _rising(cuts: Cuts) -> bool:
+    """Whether every stage has a unit."""
+    return all(before < after for before, after in itertools.pairwise((-1, *cuts)))
 
 
 def _least_worst(costs: Sequence[Floats]) -> Cuts:

@@ -16,7 +16,7 @@ from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
-from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice, layers_recomputing
 from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.inflight_caps import inflight_bytes, least_caps, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
@@ -350,6 +350,7 @@ def build(
     label = f"{family.label}, {shape}"
     if again and family.recompute != "always":
         label += f", {again} recomputing"
+    label += layers_recomputing(chain)
     return Candidate(label=label, chain=chain, stages=tuple(stages), schedule=schedule)
 
 

@@ -100,16 +100,13 @@ class Scenarios:
         factors = [float(factor) for factor in self.links[number]]
         remaining = iter(factors)
 
-        def changed(link: Link) -> Link:
-            factor = next(remaining)
-            return replace(link, bandwidth=link.bandwidth / factor, latency=link.latency * factor)
-
         cluster = hardware.cluster
         across = factors[0] if cluster.between is None else factors[1]
         slowed = replace(
-            cluster.with_links(changed),
+            cluster.with_links(lambda link: link.slower(next(remaining))),
             collective_bandwidth=_over(cluster.collective_bandwidth, across),
             collective_rates=cluster.collective_rates.slower(across),
+            fsdp_units=None if cluster.fsdp_units is None else cluster.fsdp_units.slower(across),
             bus_bandwidth=_over(cluster.bus_bandwidth, factors[0]),
         )
         return replace(hardware, cluster=slowed)

@@ -51,6 +51,8 @@ class SearchState:
     tuning: Tuning = DEFAULT_TUNING
     to_copy: bool = False
     """whether only plans are looked for that run in several replicas"""
+    straight: bool = False
+    """whether only those with one stage per accelerator are"""
     explain: bool = False
     """whether the paper's exploration is recorded too"""
     errors: Errors = field(default_factory=Errors)
@@ -148,7 +150,13 @@ class SearchState:
             self.incumbents.add(family, evaluate(candidate, self.hardware))
 
     def narrowed(
-        self, request: Request, *, sizes: tuple[int, ...], cluster: Cluster | None = None, to_copy: bool = False
+        self,
+        request: Request,
+        *,
+        sizes: tuple[int, ...],
+        cluster: Cluster | None = None,
+        to_copy: bool = False,
+        straight: bool = False,
     ) -> SearchState:
         """A search of its own for another request, on the same cluster or a part of it; nothing is found yet."""
         hardware = self.hardware if cluster is None else replace(self.hardware, cluster=cluster)
@@ -161,6 +169,7 @@ class SearchState:
             sizes=sizes,
             tuning=self.tuning,
             to_copy=to_copy,
+            straight=straight,
             chains=self.chains if alike else {},
         )
 

@@ -71,7 +71,7 @@ class Tuning:
     """balanced hybrids per micro-batch size that are simulated, the best by the formula"""
     three_stage_accelerators: int = 16
     """accelerators up to which balanced hybrids may have three stages"""
-    replicated_pipelines: int = 6
+    replicated_pipelines: int = 10
     """pipelines per number of replicas that PP × DP replicates, each of another schedule"""
 
     worth_deferring: float = 0.01
@@ -148,7 +148,7 @@ class Tuning:
     """mean share of the time that one more plan in a race must save"""
 
     race_again_gain: float = 1e-3
-    """mean share of the fastest raced time that one more plan must be expected to save in a second round"""
+    """mean share of the fastest raced time that one more plan must be expected to save in a further round"""
 
     v_order_actions: int = 5_000
     """actions of the orders that are made in one search for better cuts of a V-shaped pipeline"""
@@ -172,10 +172,15 @@ class Tuning:
     """variations of the times of a V-shaped or interleaved pipeline's stages for which orders are made too"""
     varied_choices: int = 3
     """of the rules by which orders of an interleaved pipeline are made, those that are tried for such times"""
-    looped_shapes: int = 3
+    looped_shapes: int = 8
     """numbers of stages per accelerator for which orders are made, those with the least bound"""
     looped_orders: int = 24
     """orders that are made in one search for better cuts of them"""
+    looped_actions: int = 20_000
+    """actions of these orders up to which more are made, where each has few"""
+    justified_limits: tuple[float, ...] = (1.5, 3.0)
+    """times the activations of interleaved 1F1B's warm-up that a justified order may hold; it is tried without
+    such a limit as well"""
     cuts_save: float = 0.05
     """share of the time that moved cuts are taken to save at most: what is slower than the best by more is left"""
     fewer_ranks: int = 6
@@ -188,8 +193,14 @@ class Tuning:
     """pipelines near which faster ones are looked for where there are too many to list"""
     recompute_share: float = 1.0
     """of a search's steps, what orders with recomputation may take at least, where plans without it did not fit"""
-    layer_steps: int = 60_000
+    layer_steps: int = 20_000_000
     """actions that the search for layers that recompute may time, where plans lack memory"""
+    choice_steps: int = 100
+    """actions that take as long to time as the layers of one rank to choose, by the square of how many it has"""
+    layer_tables: int = 20_000_000
+    """stages times layers squared of the pipelines that are cut for that at one micro-batch size"""
+    layer_estimate: float = 0.98
+    """share of the estimate of such a plan's time that it may be shorter by, since runs of layers spare more"""
     recompute_shapes: int = 500
     """ways to replicate stages times layers up to which all are tried with layers that recompute"""
     layer_starts: int = 3

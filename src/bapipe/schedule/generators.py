@@ -306,10 +306,10 @@ def make_schedule(
     if caps is not None and name not in ("1f1b", "zb"):
         raise BaPipeError(f"--in-flight belongs to the schedules 1f1b and zb; {name} sets its own K per stage")
     if name == "interleaved":
-        _refuse_replicas(name, replicas)
-        return interleaved(num_stages, num_microbatches, virtual=virtual)
-    if name in V_SHAPED:
-        _refuse_replicas(name, replicas)
+        whole = _of_whole_pipelines(name, dealing)
+        return replicated(
+            name, lambda count: interleaved(num_stages, count, virtual=virtual), num_microbatches, replicas, whole
+        )
     if name == "fbp-as":
         _refuse_replicas(name, replicas)
         return fbp_as(num_stages, num_microbatches, slots=slots)
@@ -323,7 +323,7 @@ def make_schedule(
                 name, lambda count: zero_bubble(num_stages, count, held), num_microbatches, replicas, whole
             )
         return capped(num_stages, num_microbatches, caps, replicas=replicas, dealing=dealing)
-    if name in ("zb-h1", "zb-h2"):
+    if name in ("zb-h1", "zb-h2", *V_SHAPED):
         order, whole = SCHEDULES[name], _of_whole_pipelines(name, dealing)
         return replicated(name, lambda count: order(num_stages, count), num_microbatches, replicas, whole)
     schedule = SCHEDULES[name](num_stages, num_microbatches)

@@ -8,6 +8,10 @@ Stages go over the ranks round after round, and a rank may have fewer rounds tha
 
 No fixed pattern is known for unequal numbers, or for stages that take unequally long; so several orders are made,
 one by each choice of what goes first and how much is held, and whoever asks takes the fastest that fits.
+
+Such an order gets shorter by justifying it twice (Valls, Ballestín and Quintanilla 2005): from its end back, every
+action is put as late as it may be, and then from the begin on as early, those first that began first. The first of
+both is the same list of a pipeline whose time runs backwards, where what was the backward comes first.
 """
 
 from __future__ import annotations
@@ -16,15 +20,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bapipe.errors import BaPipeError
-from bapipe.schedule.actions import Kind, Lane, Schedule
+from bapipe.schedule.actions import Lane, Schedule
 from bapipe.schedule.lane_builders import require_sizes
+from bapipe.schedule.listing_kernel import list_actions
 
-__all__ = ["LOOPED_CHOICES", "LoopedChoice", "LoopedStage", "looped_order", "looped_placement", "looped_warm_up"]
+__all__ = [
+    "LOOPED_CHOICES",
+    "LoopedChoice",
+    "LoopedStage",
+    "justified_order",
+    "looped_order",
+    "looped_placement",
+    "looped_warm_up",
+]
 
-_F, _B = int(Kind.F), int(Kind.B)
 _NEVER = float("inf")
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,24 +112,87 @@ def looped_order(
     all. Whether channels of few messages would stop it is to be asked (`channel_window`). Cost: some microseconds
     per action.
     """
-    placement = tuple((stage.rank,) for stage in stages)
-    warm = looped_warm_up(placement)
-    require_sizes(len(warm), num_microbatches)
-    most = [max(1, round(choice.limit * (own + 1))) for own in warm]
-    ranks, seconds = _listed(stages, num_microbatches, most, room, choice)
-    return _schedule(placement, ranks, num_microbatches), seconds
+    made = _listed(stages, num_microbatches, choice.limit, room, choice)
+    return _schedule(stages, made, num_microbatches), made.seconds
 
 
-def _schedule(placement: tuple[tuple[int, ...], ...], ranks: Sequence[_LoopedRank], count: int) -> Schedule:
+def justified_order(
+    stages: Sequence[LoopedStage],
+    num_microbatches: int,
+    choice: LoopedChoice,
+    *,
+    limit: float = _NEVER,
+    room: Sequence[float] | None = None,
+    rounds: int = 4,
+) -> tuple[Schedule, float]:
+    """The order by one choice, justified twice in so many rounds at most, and its seconds.
+
+    `limit` times the activations of interleaved 1F1B's warm-up are what a rank may then hold, and `room` as for
+    `looped_order`. Cost: that of one of its orders, and of two more for every round.
+    """
+    backwards = _backwards(stages)
+    best = made = _listed(stages, num_microbatches, choice.limit, room, choice)
+    for _ in range(rounds):
+        before = made.seconds
+        late = _listed(backwards, num_microbatches, limit, room, _mirrored(made.ends))
+        made = _listed(stages, num_microbatches, limit, room, _mirrored(late.ends))
+        if made.seconds < best.seconds:
+            best = made
+        if made.seconds == before:
+            break
+    return _schedule(stages, best, num_microbatches), best.seconds
+
+
+def _backwards(stages: Sequence[LoopedStage]) -> list[LoopedStage]:
+    """The pipeline as it looks where time runs backwards."""
+    last = len(stages) - 1
+    return [
+        LoopedStage(
+            rank=own.rank,
+            forward=own.backward,
+            backward=own.forward,
+            send_forward=stages[index + 1].send_backward if index < last else 0.0,
+            send_backward=stages[index - 1].send_forward if index else 0.0,
+            inflight=own.inflight,
+        )
+        for index, own in enumerate(stages)
+    ]
+
+
+def _mirrored(ends: Floats) -> Floats:
+    """What goes first where time runs the other way: what ended last. The last micro-batch is the first there."""
+    return np.asarray(-ends[::-1, :, ::-1], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Listed:
+    """An order as it was made."""
+
+    ranks: Ints
+    """of every action, in the order in which they begin"""
+    keys: Ints
+    """likewise: its kind · stages + its stage"""
+    ends: Floats
+    """[kind, stage, micro-batch] when each ends"""
+
+    @property
+    def seconds(self) -> float:
+        return float(self.ends.max())
+
+
+def _schedule(stages: Sequence[LoopedStage], made: _Listed, count: int) -> Schedule:
     lanes = []
-    for index, rank in enumerate(ranks):
-        table = np.array(rank.actions, dtype=np.int64).reshape(-1, 3)
-        lanes.append(Lane(index, table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy()))
+    for rank in range(int(made.ranks.max()) + 1):
+        keys = made.keys[made.ranks == rank]
+        microbatches = np.zeros(len(keys), np.int64)
+        for key in np.unique(keys).tolist():
+            microbatches[keys == key] = np.arange(count)
+        lanes.append(Lane(rank, keys // len(stages), keys % len(stages), microbatches))
     return Schedule(
         name="interleaved",
-        num_stages=len(placement),
+        num_stages=len(stages),
         num_microbatches=count,
-        placement=placement,
+        placement=tuple((stage.rank,) for stage in stages),
         lanes=tuple(lanes),
     )
 
@@ -122,102 +200,34 @@ def _schedule(placement: tuple[tuple[int, ...], ...], ranks: Sequence[_LoopedRan
 def _listed(
     stages: Sequence[LoopedStage],
     count: int,
-    most: Sequence[int],
+    limit: float,
     room: Sequence[float] | None,
-    choice: LoopedChoice,
-) -> tuple[list[_LoopedRank], float]:
-    """The ranks after they have always run what comes first, as they prefer it; and when the last is done."""
-    ranks = [
-        _LoopedRank(
-            [stage for stage, own in enumerate(stages) if own.rank == index],
-            stages,
-            count,
-            limit,
-            _NEVER if room is None else room[index],
-            choice,
-        )
-        for index, limit in enumerate(most)
-    ]
-    last = len(stages) - 1
-    ranks[stages[0].rank].forward_at[0] = [0.0] * count
-    options = [rank.option() for rank in ranks]
-    for _ in range(2 * len(stages) * count):
-        start, _, _, kind, stage = soonest = min(options)
-        assert start < _NEVER, "every rank waits for another"
-        index = options.index(soonest)
-        microbatch, end = ranks[index].run(start, kind, stage)
-        target = stage + 1 if kind == _F else stage - 1
-        if kind == _F and stage == last:
-            ranks[index].backward_at[stage][microbatch] = end
-        elif 0 <= target <= last:
-            peer = stages[target].rank
-            sent = stages[stage].send_forward if kind == _F else stages[stage].send_backward
-            there = end + (sent if peer != index else 0.0)
-            (ranks[peer].forward_at if kind == _F else ranks[peer].backward_at)[target][microbatch] = there
-            options[peer] = ranks[peer].option()
-        options[index] = ranks[index].option()
-    return ranks, max(rank.free for rank in ranks)
+    prefers: LoopedChoice | Floats,
+) -> _Listed:
+    """What comes first has always run: as a choice has it, or what has the least of these times.
 
-
-class _LoopedRank:
-    """One rank while the order is made.
-
-    A forward leaves room for one of every later stage of the rank, and there always is room for the only
+    A forward leaves room for one of every later stage of its rank, and there always is room for the only
     micro-batch of a stage and of those after it. So a stage waits for memory only where it or a later one holds
     some, which comes free once the stages behind it go on: no order waits for ever.
     """
-
-    def __init__(
-        self,
-        own: Sequence[int],
-        stages: Sequence[LoopedStage],
-        count: int,
-        most: int,
-        room: float,
-        choice: LoopedChoice,
-    ) -> None:
-        self._own, self._stages, self._count = tuple(own), stages, count
-        self._most, self._room, self._prefers = max(most, len(own)), room, choice
-        self.forward_at = {stage: [_NEVER] * count for stage in own}
-        """when each micro-batch's input is there"""
-        self.backward_at = {stage: [_NEVER] * count for stage in own}
-        self.actions: list[tuple[int, int, int]] = []
-        """kind, stage and micro-batch"""
-        self.free = 0.0
-        self._forwards = dict.fromkeys(own, 0)
-        self._backwards = dict.fromkeys(own, 0)
-
-    def option(self) -> tuple[float, int, float, int, int]:
-        """When it would begin what next, by what is known: start, preference twice, kind and stage."""
-        best: tuple[float, int, float, int, int] = (_NEVER, 0, 0.0, _F, -1)
-        for place, stage in enumerate(self._own):
-            at = self._forwards[stage]
-            if at < self._count and self.forward_at[stage][at] < _NEVER and self._fits(place):
-                best = min(best, self._offer(self.forward_at[stage][at], _F, stage))
-            at = self._backwards[stage]
-            if at < self._forwards[stage] and self.backward_at[stage][at] < _NEVER:
-                best = min(best, self._offer(self.backward_at[stage][at], _B, stage))
-        return best
-
-    def _offer(self, ready: float, kind: int, stage: int) -> tuple[float, int, float, int, int]:
-        first = int((kind == _F) == self._prefers.backward_first)
-        return max(self.free, ready), first, -float(stage) if self._prefers.deep_first else ready, kind, stage
-
-    def run(self, start: float, kind: int, stage: int) -> tuple[int, float]:
-        """Do what was chosen; its micro-batch and its end."""
-        done = self._forwards if kind == _F else self._backwards
-        microbatch = done[stage]
-        done[stage] += 1
-        own = self._stages[stage]
-        self.free = start + (own.forward if kind == _F else own.backward)
-        self.actions.append((kind, stage, microbatch))
-        return microbatch, self.free
-
-    def _fits(self, place: int) -> bool:
-        """Whether there is memory for a forward of one of its stages, and for one of each later stage."""
-        held = [self._forwards[stage] - self._backwards[stage] for stage in self._own]
-        if not any(held[place:]):
-            return True
-        now = sum(number * self._stages[stage].inflight for number, stage in zip(held, self._own, strict=True))
-        needed = now + sum(self._stages[stage].inflight for stage in self._own[place:])
-        return sum(held) + len(self._own) - place <= self._most and needed <= self._room
+    ranks = [stage.rank for stage in stages]
+    warm = looped_warm_up([(rank,) for rank in ranks])
+    require_sizes(len(warm), count)
+    listed, keys, ends = list_actions(
+        count,
+        ranks,
+        duration=np.array([[own.forward for own in stages], [own.backward for own in stages]]).ravel(),
+        send=np.array([[own.send_forward for own in stages], [own.send_backward for own in stages]]).ravel(),
+        inflight=np.array([own.inflight for own in stages]),
+        most=np.array(
+            [
+                max(1.0, round(limit * (own + 1)) if limit < _NEVER else _NEVER, ranks.count(rank))
+                for rank, own in enumerate(warm)
+            ]
+        ),
+        room=np.full(len(warm), _NEVER) if room is None else np.array(room, dtype=np.float64),
+        times=None if isinstance(prefers, LoopedChoice) else prefers.ravel(),
+        backward_first=isinstance(prefers, LoopedChoice) and prefers.backward_first,
+        deep_first=isinstance(prefers, LoopedChoice) and prefers.deep_first,
+    )
+    return _Listed(ranks=listed, keys=keys, ends=ends.reshape(2, len(stages), count))

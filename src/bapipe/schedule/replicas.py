@@ -35,13 +35,9 @@ def replicated_pipelines(pipelines: Sequence[Schedule], dealing: Dealing = ()) -
     those of each pipeline as that does, which must then all be alike.
     """
     first, count = pipelines[0], len(pipelines)
-    if first.num_ranks < first.num_stages:
-        raise BaPipeError(
-            f"only pipelines of one stage per rank are replicated, and {first.name} has another shape"
-        )
     total = sum(item.num_microbatches for item in pipelines)
     dealt = list(dealt_counts(dealing, count, total))
-    if dealing and first.num_ranks > first.num_stages:
+    if dealing and max(map(len, first.placement)) > 1:
         raise BaPipeError(f"{first.name} has replicas of its own; deal its micro-batches in turn")
     if [item.num_microbatches for item in pipelines] != dealt or any(
         (item.name, item.placement) != (first.name, first.placement) for item in pipelines

@@ -15,8 +15,9 @@ from bapipe.planner.candidate import Candidate, StageChoice
 from bapipe.planner.cluster_parts import Part, copies_on, copies_wanted, mixed, parts_of
 from bapipe.planner.data_parallel import data_parallel_candidate
 from bapipe.planner.evaluate import evaluate
-from bapipe.planner.hybrids import REPLICATED
+from bapipe.planner.hybrids import LOOPED, REPLICATED
 from bapipe.planner.outline import Outline, outline
+from bapipe.planner.passes.recompute_layers import recompute_layers
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.try_sizes import try_sizes
 from bapipe.planner.pipelines import FAMILIES, Family, build, optimal, permitted
@@ -161,13 +162,14 @@ def _search_part(state: SearchState, part: Part, sizes: tuple[int, ...]) -> None
     most = state.tuning.whole_actions // len(part)
     share.tried_sizes = tuple(size for size in sizes if share.global_batch // size <= most)
     try:
-        for run in (try_sizes, reorder_pipelines):
+        for run in (try_sizes, reorder_pipelines, recompute_layers):
             run(share)
     except BaPipeError:
         return
     for candidate in copyable(share):
         _add_copies(state, part, candidate)
-        _on_fewer_parts(state, part, candidate)
+        if candidate.schedule.name not in LOOPED:
+            _on_fewer_parts(state, part, candidate)
 
 
 def _add_copies(state: SearchState, part: Part, candidate: Candidate) -> None:
@@ -205,11 +207,11 @@ def copyable(share: SearchState) -> list[Candidate]:
 
     Data parallelism on a part is what it is on all parts, and those of one accelerator have no other.
     """
-    found = []
+    found, names = [], REPLICATED if share.straight else (*REPLICATED, *LOOPED)
     for own in share.incumbents.ranked():
         candidate = own.candidate
         name, alone = candidate.schedule.name, len(share.cluster) == 1
-        runs = name == "data-parallel" if alone else name in REPLICATED and len(candidate.stages) > 1
+        runs = name == "data-parallel" if alone else name in names and len(candidate.stages) > 1
         if own.short is None and runs:
             found.append(candidate)
     return found[: share.tuning.replicated_pipelines]

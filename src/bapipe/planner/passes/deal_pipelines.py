@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from bapipe.costs.recomputed_layers import recomputing
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError
 from bapipe.planner.candidate import Candidate, unreplicated
@@ -18,6 +19,7 @@ from bapipe.planner.cluster_parts import WORTH_IDLE, Part, copies_wanted, mixed
 from bapipe.planner.evaluate import Evaluation, evaluate
 from bapipe.planner.outline import Outline
 from bapipe.planner.passes.copy_parts import copyable, family_of_plan, outlines
+from bapipe.planner.passes.recompute_layers import recompute_layers
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.try_sizes import try_sizes
 from bapipe.planner.state import SearchState
@@ -150,7 +152,7 @@ def _share(state: SearchState, base: SearchState, depth: int, numbers: Numbers, 
     each = state.global_batch / size * speeds[name] / sum(numbers[kind] * speeds[kind] for kind in numbers)
     request = replace(state.request, global_batch=size * max(1, round(each)))
     cluster = base.cluster.part(base.cluster.accelerators[:depth])
-    return base.narrowed(request, sizes=(size,), cluster=cluster, to_copy=True)
+    return base.narrowed(request, sizes=(size,), cluster=cluster, to_copy=True, straight=True)
 
 
 def _part(state: SearchState, base: SearchState, depth: int, copies: int) -> Part:
@@ -169,10 +171,10 @@ def _plans(state: SearchState, base: SearchState, depth: int, numbers: Numbers, 
     most = max(1, state.tuning.whole_actions // depth)
     if share.global_batch // size > most:
         request = replace(share.request, global_batch=size * most)
-        share = base.narrowed(request, sizes=(size,), cluster=share.cluster, to_copy=True)
+        share = base.narrowed(request, sizes=(size,), cluster=share.cluster, to_copy=True, straight=True)
     share.tried_sizes = (size,)
     try:
-        for run in (try_sizes, reorder_pipelines):
+        for run in (try_sizes, reorder_pipelines, recompute_layers):
             run(share)
     except BaPipeError:
         return []
@@ -202,6 +204,8 @@ def _deal(state: SearchState, plan: Candidate, depth: int, numbers: Numbers) -> 
     """Add the plan of one pipeline on so many of each type, dealt so that they end together."""
     microbatches = state.global_batch // plan.chain.microbatch
     chain, cluster = state.chain(plan.chain.microbatch), state.cluster
+    if not chain.recompute:
+        chain = recomputing(chain, plan.chain.recompute)
     pipelines = _divided(state, depth, numbers, microbatches)
     if pipelines is None:
         return

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain
 from bapipe.planner.candidate import Candidate
@@ -16,8 +17,9 @@ from bapipe.planner.cut_search import CutSearch, family_of
 from bapipe.planner.data_parallel import at_global_batch
 from bapipe.planner.effort import effort_of
 from bapipe.planner.evaluate import Evaluation, evaluate
+from bapipe.planner.layer_choice import RunChoices
 from bapipe.planner.layer_fit import fitted_by_layers, without_recomputation
-from bapipe.planner.lightest_cuts import balanced_recomputing_cuts
+from bapipe.planner.lightest_cuts import recomputing_cuts
 from bapipe.planner.order_space import OrderSpace, order_spaces
 from bapipe.planner.passes.search_cuts import may_search
 from bapipe.planner.pipelines import FAMILIES, optimal
@@ -27,12 +29,14 @@ from bapipe.planner.state import SearchState
 
 __all__ = ["RECOMPUTING_LAYERS", "recompute_layers"]
 
+Ints = NDArray[np.int64]
+
 RECOMPUTING_LAYERS = "{}, recomputing layers"
 """the family in which such plans compete"""
 
 
 _Cut = tuple[float, int, OrderSpace, PlannedOrder, tuple[int, ...]]
-"""seconds that the longest stage takes at least, by an estimate; micro-batch size, schedule, order, last units"""
+"""seconds of a step at least, by an estimate; micro-batch size, schedule, order, last units"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,9 +57,9 @@ def recompute_layers(state: SearchState) -> None:
     if not state.request.chooses_layers or not may_search(state) or not _accelerators_alone(state):
         return
     search = _LayerSearch(state)
-    near = [_Start(candidate=without_recomputation(held.candidate)) for held in _recomputing(state)]
-    for start in near[: state.tuning.layer_starts]:
-        search.try_start(start, always=True)
+    near = [_Start(candidate=_plain(state, held)) for held in _recomputing(state)]
+    for number, start in enumerate(near[: state.tuning.layer_starts]):
+        search.try_start(start, always=number == 0)
     for start in _starts(state, search):
         search.try_start(start)
     for found, start in search.best_of_all():
@@ -79,6 +83,7 @@ class _LayerSearch:
         share = state.tuning.layer_steps / max(state.tuning.search_steps, 1)
         self._steps, self._until = share * effort.steps, time.monotonic() + effort.seconds
         self._tried: set[tuple[object, ...]] = set()
+        self._choices = RunChoices()
         self.cuts = CutSearch(state, effort)
         self.found: dict[str, tuple[Evaluation, _Start]] = {}
         """by family, the best and what it came from"""
@@ -117,8 +122,11 @@ class _LayerSearch:
         plain = evaluate(candidate, hardware)
         if plain.short is None or plain.time / plain.samples >= below:
             return None  # recomputing takes no less time
-        found = fitted_by_layers(plain, hardware)
-        self._steps -= 4 * schedule.num_actions
+        work = self._choices.work
+        found = fitted_by_layers(plain, hardware, below=below * plain.samples, choices=self._choices)
+        self._steps -= self._state.tuning.choice_steps * (self._choices.work - work)
+        if found is not plain:
+            self._steps -= 4 * schedule.num_actions
         if found.short is not None:
             if not math.isinf(self.fastest):
                 return None
@@ -189,19 +197,22 @@ def _recomputing(state: SearchState) -> Iterator[Evaluation]:
             yield held
 
 
+def _plain(state: SearchState, held: Evaluation) -> Candidate:
+    """The plan with nothing that recomputes; copies of a part's plan may have layers that do."""
+    chain = held.candidate.chain
+    return without_recomputation(held.candidate, state.chain(chain.microbatch) if chain.recompute else chain)
+
+
 def _starts(state: SearchState, search: _LayerSearch) -> Iterator[_Start]:
     """Plans that may lack memory, those that may be fastest first."""
     for held in _recomputing(state):
-        yield _Start(candidate=without_recomputation(held.candidate))
+        yield _Start(candidate=_plain(state, held))
     yield from _data_parallel(state, search)
-    layers, best = len(state.profile.layers), state.incumbents.best
-    if best is not None and not state.thorough(layers) and state.request.effort in ("low", "normal"):
-        return  # as with other cuts, a large problem is left to the partitions that were found
     cut = [own for size in state.tried_sizes for own in _cut_for_layers(state, search, size)]
     for soonest, size, space, order, cuts in sorted(cut, key=lambda own: own[0]):
         if search.spent:
             return
-        if soonest / state.global_batch < search.fastest:
+        if math.isinf(search.fastest) or soonest / state.global_batch < search.fastest:
             yield search.start(state.chain(size), space, order, cuts, tuple(range(sum(order.counts))))
 
 
@@ -255,6 +266,7 @@ def _cut_for_layers(state: SearchState, search: _LayerSearch, size: int) -> Iter
     chain, microbatches = state.chain(size), state.global_batch // size
     if state.perfect_time(chain) / state.global_batch >= search.fastest:
         return
+    tables, left = search.cuts.tables(chain), state.tuning.layer_tables
     for space, counts in itertools.product(order_spaces(state.request), _shapes(state, chain)):
         if not space.allows(counts) or max(counts) > microbatches:
             continue
@@ -262,11 +274,17 @@ def _cut_for_layers(state: SearchState, search: _LayerSearch, size: int) -> Iter
         if space.chooses:
             orders += space.of(counts, microbatches, counts)
         firsts = tuple(int(edge) for edge in np.cumsum([0, *counts[:-1]]))
+        alone = max(counts) == 1 and space.name in FAMILIES
+        others = [_unlimited(state, chain, space, counts)] if alone else []
         for order in dict.fromkeys(orders):
-            found = balanced_recomputing_cuts(search.cuts.tables(chain), state.hardware, firsts, order)
-            if found is not None:
-                soonest, cuts = found
-                yield soonest, size, space, order, cuts
-        if max(counts) == 1 and space.name in FAMILIES:
-            cuts, soonest = _unlimited(state, chain, space, counts), state.perfect_time(chain)
-            yield from ((soonest, size, space, order, cuts) for order in dict.fromkeys(orders))
+            left -= len(counts) * len(chain) ** 2
+            if left < 0:
+                return
+            for longest, cuts in recomputing_cuts(tables, state.hardware, firsts, order, others):
+                bound = search.cuts.cases(chain, counts, *_one_case(counts, cuts)).bound(order)
+                yield max(longest * state.tuning.layer_estimate, float(bound[0])), size, space, order, cuts
+
+
+def _one_case(counts: tuple[int, ...], cuts: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """These cuts on the accelerators in their order."""
+    return np.array([cuts]), np.arange(sum(counts))[None, :]

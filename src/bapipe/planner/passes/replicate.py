@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bapipe.errors import BaPipeError
 from bapipe.planner.evaluate import Evaluation, evaluate
-from bapipe.planner.hybrids import REPLICATED, copies_of, numbers_of_copies
+from bapipe.planner.hybrids import LOOPED, REPLICATED, copies_of, numbers_of_copies
 from bapipe.planner.passes.choose_sizes import choose_sizes
 from bapipe.planner.passes.reorder import reorder_pipelines
 from bapipe.planner.passes.try_sizes import try_sizes
@@ -20,7 +20,11 @@ def replicate_pipelines(state: SearchState) -> None:
     """Add replicas of the best pipelines of a half, a third, … of the accelerators and of the global batch."""
     request = state.request
     free = request.stages is None and request.strategy == "exact" and not state.paper
-    if not free or request.schedule not in (None, *REPLICATED) or not state.thorough(len(state.profile.layers)):
+    if (
+        not free
+        or request.schedule not in (None, *REPLICATED, *LOOPED)
+        or not state.thorough(len(state.profile.layers))
+    ):
         return
     for number in numbers_of_copies(state.cluster):
         if state.global_batch % number:
@@ -41,13 +45,14 @@ def _pipelines_of_share(state: SearchState, number: int) -> list[Evaluation]:
     request = replace(state.request, global_batch=global_batch, stages=len(part))
     try:
         sizes = tuple(microbatch_sizes(state.profile, part, request, global_batch))
-        share = state.narrowed(request, sizes=sizes, cluster=part)
+        share = state.narrowed(request, sizes=sizes, cluster=part, to_copy=True)
         for run in (choose_sizes, try_sizes, reorder_pipelines):
             run(share)
     except BaPipeError:
         return []
+    names = (*REPLICATED, *LOOPED)
     ranked = [
-        own for own in share.incumbents.ranked() if own.short is None and own.candidate.schedule.name in REPLICATED
+        own for own in share.incumbents.ranked() if own.short is None and own.candidate.schedule.name in names
     ]
     best = {own.candidate.schedule.name: own for own in reversed(ranked)}
     chosen = [own for own in ranked if own is best[own.candidate.schedule.name]]

@@ -78,7 +78,7 @@ def try_pipelines(state: SearchState, scope: SizeScope) -> None:
 
 def try_looped_pipelines(state: SearchState, scope: SizeScope) -> None:
     """Add pipelines with several stages on an accelerator: interleaved ones and V shapes."""
-    if not state.to_copy:
+    if not state.straight:
         _try_interleaving(state, scope)
         _try_v_shapes(state, scope)
 
@@ -128,6 +128,11 @@ def _families(state: SearchState, request: Request) -> dict[str, Family]:
     return families
 
 
+def _may_loop(state: SearchState, request: Request) -> bool:
+    """Whether accelerators may have several stages where the schedule is not asked for."""
+    return request.schedule is None and (request.stages is None or state.to_copy)
+
+
 def _try_interleaving(state: SearchState, scope: SizeScope) -> None:
     """Add interleaved 1F1B of two or three stages per accelerator, and with more stages on some than on others.
 
@@ -135,7 +140,7 @@ def _try_interleaving(state: SearchState, scope: SizeScope) -> None:
     """
     request, wanted = scope.request, _schedule_of(scope.request)
     forced = wanted == "interleaved"
-    if state.paper or request.strategy != "exact" or not (forced or (wanted is None and request.stages is None)):
+    if state.paper or request.strategy != "exact" or not (forced or _may_loop(state, request)):
         return
     ranks = request.stages or len(state.cluster)
     if state.incumbents.beats("interleaved", scope.bound) or ranks < 2:
@@ -205,7 +210,7 @@ def _try_v_shapes(state: SearchState, scope: SizeScope) -> None:
     """
     request, wanted = scope.request, _schedule_of(scope.request)
     forced = wanted in V_SHAPED
-    if state.paper or request.strategy != "exact" or not (forced or (wanted is None and request.stages is None)):
+    if state.paper or request.strategy != "exact" or not (forced or _may_loop(state, request)):
         return
     ranks = request.stages or len(state.cluster)
     if forced and request.stages is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +32,7 @@ FOLDER = REPOSITORY / "benchmarks" / "peers_training"
 @pytest.fixture(scope="module", autouse=True)
 def beside() -> Iterator[None]:
     """Modules of the benchmark import each other by name, which others have, too."""
-    names = ("models", "contenders", "summary", "work", "model")
+    names = ("models", "contenders", "side_by_side", "summary", "work", "model")
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     folders = [str(FOLDER), str(REPOSITORY / "benchmarks" / "tinyllama")]
     sys.path[:0] = folders
@@ -117,10 +119,6 @@ def measured(driver: ModuleType, folder: Path, broken: str = "") -> Any:
 
     class Answered(driver.Rows):  # type: ignore[name-defined, misc]
         def bapipe(self, *words: str) -> None:
-            if words[0] == "profile":
-                made = made_profile({"cpu-core": [1.0] * 8}, weights=[1e6] * 8, boundary=[1e3] * 8)
-                write_profile(made, words[-1])
-                return
             done = bapipe(*words)
             assert done.returncode == 0, done.stderr
 
@@ -131,6 +129,10 @@ def measured(driver: ModuleType, folder: Path, broken: str = "") -> Any:
 
         def run(self, *command: str, **_: float) -> None:
             asked = json.loads(Path(command[-1]).read_text())
+            if Path(command[-2]).name == "measure_model.py":
+                made = made_profile({"cpu-core": [1.0] * 8}, weights=[1e6] * 8, boundary=[1e3] * 8)
+                write_profile(made, asked["out"])
+                return
             launched.append((Path(command[-2]).name, [job["row"] for job in asked["jobs"]]))
             for job in asked["jobs"]:
                 out = Path(job["out"])
@@ -217,3 +219,55 @@ def test_slices_are_cut_as_a_setting_says(contenders: ModuleType) -> None:
     setting = next(own for own in contenders.SETTINGS if own.slices == "unequal")
     assert setting.cut.percentages == (25.0, 25.0, 12.5, 12.5)
     assert replace(setting, slices="8").cut.percentages == (12.5,) * 8
+
+
+def test_a_turn_is_one_processs_at_a_time_and_ends_with_it(driver: ModuleType, tmp_path: Path) -> None:
+    assert driver
+    turns = load_file(FOLDER / "turns.py", "peers_training_turns")
+    path = tmp_path / "turn"
+    holder = (
+        f"import sys; sys.path.insert(0, {str(FOLDER)!r}); from turns import Turn; Turn({str(path)!r}).take(); "
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder + "print('held', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        own, taken = turns.Turn(path), threading.Event()
+        waiting = threading.Thread(target=lambda: (own.take(), taken.set()))
+        waiting.start()
+        assert not taken.wait(0.3)
+        other.kill()
+    waiting.join(timeout=30)
+    assert taken.is_set()
+    own.take()  # which changes nothing for who has it
+    own.leave()
+    turns.Turn(None).take()
+
+
+def test_settings_beside_each_other_leave_their_rows_together(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side_by_side = sys.modules["side_by_side"]
+    told: list[str] = []
+
+    def begin(work: Any, setting: Any, rows: list[str], **_: Any) -> subprocess.Popen[bytes]:
+        told.append(setting.name)
+        folder = work.folder / setting.stem
+        folder.mkdir()
+        text = json.dumps({row: {"error": "not run here"} for row in rows})
+        write = f"import pathlib; pathlib.Path({str(folder / 'rows.json')!r}).write_text({text!r})"
+        return subprocess.Popen([sys.executable, "-c", write])
+
+    monkeypatch.setattr(side_by_side, "_begin", begin)
+    work = driver.Rows(tmp_path, tiny=True, budget=1000.0, words="vgg16 fp32 eager 4,gnmt-8 fp32 eager unequal")
+    monkeypatch.setattr(work, "cluster_of", lambda *_: None)
+    assert driver.run_beside(work, 2, until="rows", repeats=1)
+    assert sorted(told) == ["gnmt-8 fp32 eager unequal", "vgg16 fp32 eager 4"]
+    assert {row.rpartition(" fp32 ")[0] for row in json.loads((tmp_path / "rows.json").read_text())} == {
+        "gnmt-8",
+        "vgg16",
+    }

@@ -13,7 +13,6 @@ from typing import Literal
 
 from bapipe.planner.request import SCHEDULE_NAMES
 from bapipe.records.plan import Alternative
-from models import MODELS
 
 __all__ = [
     "CONTENDERS",
@@ -121,6 +120,8 @@ class Setting:
     how: Literal["compiled", "eager"]
     slices: str
     """a word of CUTS"""
+    words: tuple[str, ...] = ()
+    """the contenders that it has; (): all"""
 
     @property
     def name(self) -> str:
@@ -141,14 +142,24 @@ class Setting:
         return {
             words: own
             for words, own in CONTENDERS.items()
-            if not (both and own.compiles == "always") and self.name.endswith(own.only)
+            if not (both and own.compiles == "always")
+            and self.name.endswith(own.only)
+            and words in (self.words or CONTENDERS)
         }
 
 
 def _settings(
-    models: Sequence[str], precision: str, how: Literal["compiled", "eager"], slices: str
+    models: Sequence[str],
+    precision: str,
+    how: Literal["compiled", "eager"],
+    slices: str,
+    words: tuple[str, ...] = (),
 ) -> list[Setting]:
-    return [Setting(model=model, precision=precision, how=how, slices=slices) for model in models]
+    return [Setting(model=model, precision=precision, how=how, slices=slices, words=words) for model in models]
+
+
+_CLAIM = ("ours nccl",)
+_IMAGES = ("vit-l", "convnext-l")
 
 
 SETTINGS = (
@@ -162,6 +173,13 @@ SETTINGS = (
     *_settings(["gnmt-8", "vgg16", "resnet50-192"], "fp32", "eager", "unequal"),
     *_settings(["gnmt-8", "vgg16", "resnet50"], "fp32", "eager", "4"),
     *_settings(["gnmt-8", "vgg16", "resnet50"], "fp32", "eager", "8"),
+    *_settings(["tinyllama-256"], "fp32", "compiled", "4", (*_CLAIM, "ours nccl second", "ours nccl third")),
+    *_settings(["tinyllama"], "bf16-mixed", "compiled", "4", _CLAIM),
+    *_settings(_IMAGES, "bf16-mixed", "compiled", "4", _CLAIM),
+    *_settings(["tinyllama", *_IMAGES], "bf16", "eager", "4", _CLAIM),
+    *_settings(_IMAGES, "fp32", "compiled", "4", _CLAIM),
+    *_settings(["tinyllama-256", *_IMAGES], "fp32", "eager", "4", _CLAIM),
+    *_settings(["tinyllama", *_IMAGES], "bf16-mixed", "eager", "4", _CLAIM),
 )
 """in the order in which they are worth their time"""
 
@@ -173,14 +191,12 @@ def row_names() -> list[str]:
 
 def parse_row(name: str) -> tuple[Setting, Contender]:
     """What a row's name says; ValueError for one that is none."""
-    model, precision, how, slices, *words = [*name.split(), *[""] * 5][: max(5, len(name.split()))]
-    contender = CONTENDERS.get(" ".join(words))
-    if model not in MODELS or how not in ("compiled", "eager") or slices not in CUTS or contender is None:
-        raise ValueError(f"'{name}' is no row: MODEL PRECISION compiled|eager {'|'.join(CUTS)} CONTENDER")
-    setting = Setting(
-        model=model, precision=precision, how="compiled" if how == "compiled" else "eager", slices=slices
-    )
-    return setting, contender
+    for setting in SETTINGS:
+        begin = f"{setting.name} "
+        contender = setting.contenders().get(name.removeprefix(begin)) if name.startswith(begin) else None
+        if contender is not None:
+            return setting, contender
+    raise ValueError(f"'{name}' is no row: MODEL PRECISION compiled|eager {'|'.join(CUTS)} CONTENDER")
 
 
 _FAMILIES = {

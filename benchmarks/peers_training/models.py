@@ -79,6 +79,13 @@ MODELS = {
         size=4,
         count=16,
     ),
+    "tinyllama-256": TrainedModel(
+        spec="model:build",
+        args={"sequence": "256"},
+        tiny={"tiny": "true", "sequence": "16"},
+        size=4,
+        count=16,
+    ),
     "tinyllama-lora": TrainedModel(
         spec="lora_llama:build",
         args={"sequence": "1024"},

@@ -31,6 +31,7 @@ for _folder in (HERE, HERE.parent / "tinyllama", HERE.parent / "slices"):
     sys.path.insert(0, str(_folder))
 
 from torch_schedules import TorchSchedule, timed_steps  # noqa: E402
+from turns import Turn  # noqa: E402
 
 from bapipe.hardware.precision import find_precision  # noqa: E402
 from bapipe.models.model_spec import model_ref, parse_arguments  # noqa: E402
@@ -134,6 +135,7 @@ class Peers:
     def __init__(self, asked: dict[str, Any], device: torch.device) -> None:
         self.asked, self.device = asked, device
         self.size, self.count = asked["size"], asked["count"]
+        self.turn = Turn(asked["turn"])
         set_precision(find_precision(asked["precision"]), device)
 
     @cached_property
@@ -167,13 +169,24 @@ class Peers:
             text = text.replace("sgd(fused=true)", "sgd(foreach=true)")
         optimizer = make_optimizer(text, trained.parameters, rate=0.0)
         batches = batches_for(self.built, "synthetic", global_batch=self.size * self.count, seed=0)
+        if not job["compiled"]:
+            self._begin()
+        timed_steps(trained.put, trained.step, optimizer, batches, 1, self.device)  # compiles what is compiled
+        self._begin()
         told = timed_steps(trained.put, trained.step, optimizer, batches, job["steps"], self.device)
+        self.turn.leave()
         if job["kind"] == "fsdp":  # its parameters are sharded in place
             self.__dict__.pop("built", None)
             self.__dict__.pop("captured", None)
         else:
             self.built.module.to("cpu").zero_grad(set_to_none=True)
         return told
+
+    def _begin(self) -> None:
+        """Begin on all ranks when it is their turn; who waits is on no GPU meanwhile, as in NCCL's barrier."""
+        if dist.get_rank() == 0:
+            self.turn.take()
+        dist.all_reduce(torch.zeros(1))
 
     def _clean(self) -> None:
         torch._dynamo.reset()

@@ -4,6 +4,7 @@
     run.py --folder WORK --until plans                     anywhere, from the profiles
     run.py --folder WORK --budget 540                      on a GPU; goes on where it stopped
     run.py --folder WORK --budget 540 --repeats 3          two more runs of every row
+    run.py --folder WORK --budget 540 --at-once 3          settings prepared beside each other, measured by turns
     run.py --folder WORK --tiny                            a rehearsal on two CPU ranks
 
 Every row of a setting has the same global batch, optimizer implementation, precision and 16 GB a slice. Rows are
@@ -29,6 +30,7 @@ for _folder in (HERE, HERE.parent / "tinyllama"):
     sys.path.insert(0, str(_folder))
 
 from contenders import CUTS, SETTINGS, Contender, Setting, other_families, row_names  # noqa: E402
+from side_by_side import run_beside  # noqa: E402
 from summary import result_of  # noqa: E402
 from work import ROOT, Work, row_options  # noqa: E402
 
@@ -40,18 +42,33 @@ from models import MODELS  # noqa: E402
 
 LEAST = {"profile": 110.0, "launch": 60.0}
 """seconds left without which none is begun"""
-WARM, TIMED = 2, 4
+WARM, TIMED = 1, 4
 """steps of a peer, and how many come before that are not timed"""
 PATIENCE = 75.0
 """seconds after which a peer that is not done is given up"""
+WAITING = 240.0
+"""the same where others measure by turns"""
 ALTERNATIVES = {"second": 0, "third": 1}
 
 
 class Rows(Work):
     """The rows of this benchmark, launch by launch."""
 
-    def __init__(self, folder: Path, *, tiny: bool, budget: float, words: str = "") -> None:
-        super().__init__(folder, HERE, tiny=tiny, budget=budget)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tiny: bool,
+        budget: float,
+        words: str = "",
+        turn: Path | None = None,
+        shared: Path | None = None,
+        cut_already: bool = False,
+    ) -> None:
+        """`turn`: a file by which processes like this one measure one after another, on slices that are cut
+        already; `shared`: where their profiles and links are."""
+        super().__init__(folder, HERE, tiny=tiny, budget=budget, cut_already=cut_already or turn is not None)
+        self.turn, self.shared = turn, (shared or folder).resolve()
         self.environment["PYTHONPATH"] += f":{HERE.parent / 'tinyllama'}"
         self.words = words.split(",")
         self._cut: str | None = None
@@ -65,13 +82,16 @@ class Rows(Work):
         """Cut the GPU so, unless it is."""
         if self.tiny or self._cut == word:
             return
+        if self.cut_already:
+            self.ranks = len(CUTS[word])
+            return
         shares = ",".join(f"{share:g}" for share in CUTS[word].percentages)
         self.bapipe("slices", "start", "--percentages", shares, "--memory", self.memory)
         self._cut, self.ranks = word, len(CUTS[word])
 
     def kept(self, name: str) -> Path | None:
         """A file of this name in the work folder or among those that are committed."""
-        found = [self.folder / name, *([] if self.tiny else [HERE / "profiles" / name])]
+        found = [self.shared / name, *([] if self.tiny else [HERE / "profiles" / name])]
         return next((path for path in found if path.exists()), None)
 
     def profile(self, setting: Setting) -> Path:
@@ -82,11 +102,11 @@ class Rows(Work):
             return self.committed(setting)
         if known is None and setting.slices == "unequal":
             parts = [str(self.profile(replace(setting, slices=word))) for word in ("4", "8")]
-            self.bapipe("merge", *dict.fromkeys(parts), "--replace", "-o", str(self.folder / name))
-            return self.folder / name
+            self.bapipe("merge", *dict.fromkeys(parts), "--replace", "-o", str(self.shared / name))
+            return self.shared / name
         if known is None:
-            self.measure_profile(setting, self.folder / name)
-        return known or self.folder / name
+            self.measure_profile(setting, self.shared / name)
+        return known or self.shared / name
 
     def is_known(self, setting: Setting) -> bool:
         """Whether there is a profile of it, or rows that failed for want of one, and links."""
@@ -117,10 +137,23 @@ class Rows(Work):
         self.enough("profile", setting.name)
         self.cut(setting.slices)
         about = MODELS[setting.model]
-        words = ["profile", about.spec, *about.arguments(tiny=self.tiny), "--precision", setting.precision]
-        words += ["--micro-batch", str(about.batch(tiny=self.tiny)[0]), "--device", self.device]
-        words += ["--optimizer", about.optimizer, "--optimizer-arg", "fused=true"]
-        self.bapipe(*words, *(["--compile"] if setting.how == "compiled" else []), "-o", str(path))
+        asked = {**self.asked(setting), "compiled": setting.how == "compiled", "out": str(path)}
+        asked["size"] = about.batch(tiny=self.tiny)[0]
+        file = self.folder / f"measure-{setting.stem}.json"
+        file.write_text(json.dumps(asked), encoding="utf-8")
+        self.run(sys.executable, str(HERE / "measure_model.py"), str(file))
+
+    def asked(self, setting: Setting) -> dict[str, Any]:
+        """What every process of a setting is told."""
+        about = MODELS[setting.model]
+        return {
+            "spec": about.spec,
+            "arguments": [f"{key}={value}" for key, value in about.given(tiny=self.tiny).items()],
+            "precision": setting.precision,
+            "optimizer": f"{about.optimizer}(fused=true)",
+            "device": self.device,
+            "turn": None if self.turn is None else str(self.turn),
+        }
 
     def cluster_of(self, setting: Setting, transport: str) -> Path:
         """The slices, with links as that transport has them."""
@@ -215,10 +248,15 @@ class Rows(Work):
             print(error, flush=True)
             return False
         finally:
-            self.write()
-            if self._cut is not None:
-                self.stop_slices()
+            self.close()
         return True
+
+    def close(self) -> None:
+        """Write what is known, and leave no slices behind that were cut here."""
+        self.write()
+        if self._cut is not None:
+            self.stop_slices()
+            self._cut = None
 
     def prepare(self, setting: Setting, due: dict[str, Contender], *, plans: bool) -> None:
         """Profile, links and, if asked, plans of what is due; what cannot be had is a row that failed."""
@@ -309,11 +347,9 @@ class Rows(Work):
         for job in jobs:
             for suffix in (".json", ".failed"):
                 Path(job["out"]).with_suffix(suffix).unlink(missing_ok=True)
-        asked: dict[str, Any] = {"jobs": jobs, "device": self.device, "code": str(HERE), "limit": self.patience}
+        asked = {**self.asked(setting), "jobs": jobs, "code": str(HERE), "limit": self.patience}
         asked |= {"transport": "auto" if self.tiny or launch == "auto" else "nccl", "timeout": self.patience}
-        asked |= {"spec": about.spec, "arguments": [f"{a}={b}" for a, b in about.given(tiny=self.tiny).items()]}
-        asked |= {"size": size, "count": count, "precision": setting.precision, "order": jobs[0]["order"]}
-        asked["optimizer"] = f"{about.optimizer}(fused=true)"
+        asked |= {"size": size, "count": count, "order": jobs[0]["order"]}
         file = self.folder / f"jobs-{launch}.json"
         file.write_text(json.dumps(asked), encoding="utf-8")
         program = [str(HERE / "our_trials.py"), str(file)]
@@ -329,7 +365,8 @@ class Rows(Work):
 
     @property
     def patience(self) -> float:
-        return 600.0 if self.tiny else PATIENCE
+        """Seconds for one job, with its wait for a turn."""
+        return 600.0 if self.tiny else PATIENCE if self.turn is None else WAITING
 
     def take(self, job: dict[str, Any], told: dict[str, Any]) -> None:
         """What a job left becomes a run of its row, or its row has failed."""
@@ -443,15 +480,22 @@ def main() -> None:
     parser.add_argument("--until", choices=("profiles", "plans", "rows"), default="rows", help="and no further")
     parser.add_argument("--repeats", type=int, default=1, help="runs of every row")
     parser.add_argument("--again", action="store_true", help="forget those of the rows that failed")
+    parser.add_argument("--at-once", type=int, default=1, help="settings that are prepared beside each other")
+    parser.add_argument("--turn", type=Path, help="file by which runs like this one measure by turns")
+    parser.add_argument("--shared", type=Path, help="folder of profiles and links  [default: WORK]")
     parser.add_argument("--keep", action="store_true", help="copy WORK's profiles and result to here, and end")
     given = parser.parse_args()
     if given.keep:
         print("\n".join(keep(given.folder)))
         return
-    work = Rows(given.folder, tiny=given.tiny, budget=given.budget, words=given.rows)
+    place = {"turn": given.turn, "shared": given.shared, "cut_already": given.cut_already}
+    work = Rows(given.folder, tiny=given.tiny, budget=given.budget, words=given.rows, **place)
     if given.again:
         work.forget_failed()
-    done = work.run_all(until=given.until, repeats=given.repeats)
+    if given.at_once > 1:
+        done = run_beside(work, given.at_once, until=given.until, repeats=given.repeats)
+    else:
+        done = work.run_all(until=given.until, repeats=given.repeats)
     print("nothing is left" if done else "the same command goes on", flush=True)
 
 

@@ -161,7 +161,13 @@ def main() -> None:
     parser = row_options(__doc__)
     parser.add_argument("--until", choices=("profiles", "plans", "rows"), default="rows", help="and no further")
     given = parser.parse_args()
-    work = Rows(given.folder, HERE.parent / "tinyllama", tiny=given.tiny, budget=given.budget)
+    work = Rows(
+        given.folder,
+        HERE.parent / "tinyllama",
+        tiny=given.tiny,
+        budget=given.budget,
+        cut_already=given.cut_already,
+    )
     if given.until == "plans":
         for name in ROWS:
             work.plan(name)

@@ -135,7 +135,7 @@ def _block(layer: str) -> int:
 
 def main() -> None:
     given = row_options(__doc__).parse_args()
-    work = Rows(given.folder, HERE, tiny=given.tiny, budget=given.budget)
+    work = Rows(given.folder, HERE, tiny=given.tiny, budget=given.budget, cut_already=given.cut_already)
     work.run_rows(ROWS, given.rows, least=LEAST)
 
 

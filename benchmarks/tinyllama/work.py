@@ -31,6 +31,7 @@ def row_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on two CPU ranks")
+    parser.add_argument("--cut-already", action="store_true", help="the slices are there, and stay")
     parser.add_argument("--rows", default="", help="words, separated by commas: rows that have one of them")
     return parser
 
@@ -39,7 +40,15 @@ class Work(ABC):
     """The folder of one machine, with what is known already."""
 
     def __init__(
-        self, folder: Path, here: Path, *, tiny: bool, budget: float, ranks: int = 4, memory: str = "16GB"
+        self,
+        folder: Path,
+        here: Path,
+        *,
+        tiny: bool,
+        budget: float,
+        ranks: int = 4,
+        memory: str = "16GB",
+        cut_already: bool = False,
     ) -> None:
         """`here` has the modules that commands name; `tiny`: a rehearsal on two CPU ranks, else there are so many
         slices of so much memory."""
@@ -47,6 +56,8 @@ class Work(ABC):
         self.device = "cpu" if tiny else "cuda"
         self.ranks = 2 if tiny else ranks
         self.memory = memory
+        self.cut_already = cut_already
+        """whether the slices are there, and stay"""
         self.end = time.monotonic() + budget
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that nothing is left running
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,11 +110,11 @@ class Work(ABC):
         return path
 
     def start_slices(self) -> None:
-        if not self.tiny:
+        if not self.tiny and not self.cut_already:
             self.bapipe("slices", "start", "--count", str(self.ranks), "--memory", self.memory)
 
     def stop_slices(self) -> None:
-        if not self.tiny:
+        if not self.tiny and not self.cut_already:
             command = [sys.executable, "-m", "bapipe", "slices", "stop"]
             subprocess.run(command, env=self.environment, check=False)
 

@@ -30,14 +30,14 @@ for _folder in (HERE, HERE.parent / "tinyllama"):
     sys.path.insert(0, str(_folder))
 
 from contenders import CUTS, SETTINGS, Contender, Setting, other_families, row_names  # noqa: E402
+from plans import equal_stages, of_plan  # noqa: E402
 from side_by_side import run_beside  # noqa: E402
 from summary import result_of  # noqa: E402
 from work import ROOT, Work, row_options  # noqa: E402
 
 from bapipe.errors import BaPipeError  # noqa: E402
 from bapipe.io.files import write_text  # noqa: E402
-from bapipe.planner.partition.baselines import uniform  # noqa: E402
-from bapipe.records.plan import Plan, read_plan, write_plan  # noqa: E402
+from bapipe.records.plan import read_plan, write_plan  # noqa: E402
 from models import MODELS  # noqa: E402
 
 LEAST = {"profile": 110.0, "launch": 60.0}
@@ -201,7 +201,7 @@ class Rows(Work):
             return path
         equal = path.with_name(path.name.replace(".json", "-equal.json"))
         if not equal.exists():
-            write_plan(_equal_stages(read_plan(path)), equal)
+            write_plan(equal_stages(read_plan(path)), equal)
         return equal
 
     # --- rows
@@ -375,7 +375,7 @@ class Rows(Work):
             row["error"], said = told["error"], told["error"]
         else:
             row["runs"].append(told)
-            row |= {"compiled": job["compiled"], **_of_plan(job)}
+            row |= {"compiled": job["compiled"], **of_plan(job)}
             said = f"{sorted(told['seconds'])[len(told['seconds']) // 2]:.3f} s a step"
         print(f"{job['row']}: {said}", flush=True)
         self.write()
@@ -413,50 +413,6 @@ class Rows(Work):
 
 class OutOfTimeError(Exception):
     """The budget is spent; what was measured is kept."""
-
-
-def _equal_stages(plan: Plan) -> Plan:
-    """The plan with stages of equally many layers."""
-    layers = list(
-        dict.fromkeys(
-            (stage.first_layer + at, name) for stage in plan.stages for at, name in enumerate(stage.layers)
-        )
-    )
-    edges = [0, *uniform(len(layers), len(plan.stages)), len(layers)]
-    stages = [
-        replace(
-            stage,
-            first_layer=first,
-            last_layer=after - 1,
-            layers=tuple(name for _, name in layers[first:after]),
-            fractions=(),
-            modules=(),
-            tied=(),
-            trainable_bytes=None,
-            recompute=False,
-            recompute_layers=(),
-        )
-        for stage, first, after in zip(plan.stages, edges[:-1], edges[1:], strict=True)
-    ]
-    return replace(plan, stages=tuple(stages))
-
-
-def _of_plan(job: dict[str, Any]) -> dict[str, Any]:
-    """What its plan says of a row."""
-    if "plan" not in job:
-        return {"schedule": {"ddp": "DistributedDataParallel", "fsdp": "FSDP2"}[job["kind"]]}
-    plan = read_plan(job["plan"])
-    found: dict[str, Any] = {
-        "schedule": job["schedule"] or plan.schedule.name,
-        "stages": [f"{stage.first_layer}-{stage.last_layer}" for stage in plan.stages],
-    }
-    if job["kind"] == "ours":
-        by_rank = dict.fromkeys(plan.ranks, 0.0)
-        for stage in plan.stages:
-            for name in stage.accelerators:
-                by_rank[name] = max(by_rank[name], stage.on(name).memory_bytes)
-        found |= {"kind": plan.kind, "predicted": plan.prediction.time, "predicted_memory": list(by_rank.values())}
-    return found
 
 
 def keep(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import capture_models as models
 from bapipe.errors import BaPipeError
-from bapipe.torch.capturing import capture, largest_difference, run_eager, run_stages
+from bapipe.torch.capturing import capture, fill_stage, largest_difference, run_eager, run_stages
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "custom function": (lambda: models.Around(models.Quantised()), "autograd.Function StraightThrough"),
@@ -141,3 +141,62 @@ def test_layer_drop_is_off_and_said_so() -> None:
     assert captured.notes == ("layer drop is off: 2 draws of torch.rand([]) are answered with 1",)
     assert not captured.opaque
     assert captured.checked == 0.0
+
+
+def test_layer_drop_is_off_in_a_module_kept_whole() -> None:
+    """What it would draw for that is not drawn, so that dropout behind it draws the same numbers as in eager."""
+
+    class Dropping(models.Branching):
+        def forward(self, value: Tensor) -> Tensor:
+            if self.training and torch.rand([]) < 0.9:
+                return value
+            return nn.functional.dropout(super().forward(value), 0.3, self.training)
+
+    module, args = models.Around(Dropping()).double(), (models.sample(),)
+    captured = capture(module, args)
+    assert [finding.path for finding in captured.opaque] == ["middle"]
+    assert captured.checked == 0.0
+    assert run_stages(captured, [1, 2], args).loss == run_eager(module, args).loss
+
+
+class Tied(nn.Module):
+    """A table of words that is shared with one inside a module that is kept whole, and with the head."""
+
+    class Encoder(nn.Module):
+        def __init__(self, words: nn.Embedding) -> None:
+            super().__init__()
+            self.words = nn.Embedding(*words.weight.shape)
+            self.words.weight = words.weight
+
+        def forward(self, words: Tensor) -> Tensor:
+            value: Tensor = self.words(words)
+            return value if value.sum() > 0 else -value
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(10, models.WIDTH)
+        self.encoder = Tied.Encoder(self.shared)
+        self.inner = nn.Linear(models.WIDTH, models.WIDTH)
+        self.head = nn.Linear(models.WIDTH, 10, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.head(self.inner(self.encoder(words)))
+        return found.pow(2).mean()
+
+
+def test_a_weight_shared_with_a_module_kept_whole_has_one_name_on_every_stage() -> None:
+    torch.manual_seed(0)
+    module, args = Tied().double(), (torch.arange(8).reshape(4, 2),)
+    captured = capture(module, args)
+    assert [finding.path for finding in captured.opaque] == ["encoder"]
+    expected = run_eager(module, args)
+    for cut in range(1, len(captured.layers)):
+        difference, what = largest_difference(run_stages(captured, [cut], args, isolate=True), expected)
+        assert difference <= 1e-12, what
+    first = captured.stage(0, 0)
+    assert [name for name, _ in first.named_parameters()] == ["shared.weight"]
+    filled = fill_stage(first, {"shared.weight": torch.ones_like(module.shared.weight)})
+    assert [name for name, _ in filled.named_parameters()] == ["shared.weight"]
+    assert filled.get_parameter("encoder.words.weight") is filled.get_parameter("shared.weight")
+    assert filled.get_parameter("shared.weight").eq(1).all()

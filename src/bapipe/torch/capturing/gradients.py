@@ -51,16 +51,12 @@ def nodes_with_gradient(
             if has:
                 written |= storages.writes.get(node, frozenset())
             if node in calls:
-                own = (f"{calls[node].path}.{name}" for name, _ in _own_parameters(module, calls[node].path))
-                has = has or any(name in trained for name in own)
+                own = module.get_submodule(calls[node].path).parameters()
+                has = has or any(parameter.requires_grad for parameter in own)
         if has:
             found.add(node)
     views = (node for node in graph.nodes if _differentiable(node.meta.get("val")))
     return frozenset(found | {node for node in views if not written.isdisjoint(storages.bases[node])})
-
-
-def _own_parameters(module: nn.Module, path: str) -> list[tuple[str, nn.Parameter]]:
-    return list(module.get_submodule(path).named_parameters())
 
 
 def _without_grad(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bapipe.torch.capturing.torch_internals import TreeSpec, depends_on_data, flatten, is_symbolic, unflatten
-from bapipe.torch.capturing.trace_hazards import Finding, Hazard, unwatched
+from bapipe.torch.capturing.trace_hazards import Finding, Hazard, LayerdropOff, unwatched
 
 __all__ = ["OPAQUE_OP", "OpaqueCall", "Recorded", "call_of", "leaves_traced_whole", "record_outputs"]
 
@@ -42,6 +42,8 @@ class OpaqueCall:
     out_spec: TreeSpec | None = None
     out_leaves: list[Any] = field(default_factory=list)
     """outputs; tensors are left out"""
+    drops_layers: bool = True
+    """whether layer drop may draw in it; what did not in training does not later"""
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(tensors)
@@ -50,7 +52,15 @@ class OpaqueCall:
         return args, kwargs
 
     def run(self, module: nn.Module, tensors: Sequence[Any]) -> list[Tensor]:
-        """Call the module itself: what stands in a stage for the traced node."""
+        """Call the module itself: what stands in a stage for the traced node. Layer drop is off in it too."""
+        if not (module.training and self.drops_layers):
+            return self._outputs(module, tensors)
+        with LayerdropOff() as layerdrop:  # which every function of torch is asked about: not for ever
+            outputs = self._outputs(module, tensors)
+        self.drops_layers = layerdrop.draws > 0
+        return outputs
+
+    def _outputs(self, module: nn.Module, tensors: Sequence[Any]) -> list[Tensor]:
         args, kwargs = self.arguments(tensors)
         if self.finding.checkpoint is not None:
             result = checkpoint(module, *args, **dict(self.finding.checkpoint), **kwargs)

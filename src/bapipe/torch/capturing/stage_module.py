@@ -17,11 +17,12 @@ from bapipe.torch.capturing.device_moves import moved_region
 from bapipe.torch.capturing.eval_mode import evaluating_region
 from bapipe.torch.capturing.layer_division import required_rule
 from bapipe.torch.capturing.layer_groups import Group
-from bapipe.torch.capturing.linearise import Program
+from bapipe.torch.capturing.linearise import Program, canonical_names
 from bapipe.torch.capturing.loss_graph import count_nodes, own_loss
 from bapipe.torch.capturing.part_graph import copy_part, partial_values
 from bapipe.torch.capturing.seeded_rng import Position
 from bapipe.torch.capturing.stage_graph import StageGraph, copy_step, load, roots_of
+from bapipe.torch.capturing.torch_internals import swap_parameter
 
 __all__ = ["Root", "Slice", "Stage", "StageSpec", "build_stage", "fill_stage"]
 
@@ -125,6 +126,11 @@ def fill_stage(stage: Stage, state: Mapping[str, Tensor], *, device: torch.devic
     for models captured without memory; of others it copies what it fills.
     """
     filled = copy.deepcopy(stage).to_empty(device=device)
+    for name, first in canonical_names(stage).items():
+        if name != first:  # each name has memory of its own now
+            path, _, own = name.rpartition(".")
+            origin, _, same = first.rpartition(".")
+            swap_parameter(filled.get_submodule(path), own, getattr(filled.get_submodule(origin), same))
     captured = dict((*stage.named_parameters(), *stage.named_buffers()))
     with torch.no_grad():
         for name, tensor in (*filled.named_parameters(), *filled.named_buffers()):
@@ -296,7 +302,11 @@ def _attach(
             raise BaPipeError(f"'{target}' is used by several layers, so none of them can be split; plan without")
         device = None if build.devices is None else build.devices[1]
         _attach_slice(stage, module, target, program.kinds[node], (dim, start, size), store, device)
-    for path in sorted({program.calls[node].path for node in steps if node in program.calls}):
+    paths = sorted({program.calls[node].path for node in steps if node in program.calls})
+    # What such a module shares with others comes first, so that it has the same name on every stage.
+    for target in _shared_outside(module, paths):
+        _register(stage, module, target, build.state)
+    for path in paths:
         owner, name = _owner(stage, path, module, build.state)
         owner.add_module(name, module.get_submodule(path))
     for target, node in build.state.items():
@@ -309,13 +319,29 @@ def _attach(
                 region = evaluating_region(region)
             stage.add_module(target, moved_region(region, build.devices))
         else:
-            owner, name = _owner(stage, target, module, build.state)
-            if hasattr(owner, name):
-                continue
-            if kind == "parameter":
-                owner.register_parameter(name, module.get_parameter(target))
-            else:
-                owner.register_buffer(name, module.get_buffer(target), persistent=_is_persistent(module, target))
+            _register(stage, module, target, build.state)
+
+
+def _shared_outside(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Names of the parameters and buffers that the modules of these paths have by other names, outside of all."""
+    if not paths:
+        return []
+    within = tuple(f"{path}." for path in paths)
+    names = {first: None for name, first in canonical_names(module).items() if name.startswith(within)}
+    return [name for name in names if not name.startswith(within)]
+
+
+def _register(stage: Stage, module: nn.Module, target: str, used: Collection[str]) -> None:
+    """A parameter or buffer of the model under its name, if the stage does not have it."""
+    owner, name = _owner(stage, target, module, used)
+    if hasattr(owner, name):
+        return
+    path, _, _ = target.rpartition(".")
+    tensor = getattr(module.get_submodule(path), name)
+    if isinstance(tensor, nn.Parameter):
+        owner.register_parameter(name, tensor)
+    else:
+        owner.register_buffer(name, tensor, persistent=_is_persistent(module, target))
 
 
 def _attach_slice(

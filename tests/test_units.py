@@ -12,6 +12,7 @@ from bapipe.units import (
     format_bytes,
     format_seconds,
     format_seconds_range,
+    format_slower,
     format_throughput,
     parse_bandwidth,
     parse_bytes,
@@ -120,3 +121,9 @@ def test_shares_and_ranges() -> None:
     assert format_seconds_range(0.0847, 0.0791, 0.0928) == "(79–93)"
     assert format_seconds_range(1.24, 1.19, 1.31) == "(1.2–1.3)"
     assert format_seconds_range(0.99, 0.95, 1.04) == "(950–1040)"
+
+
+def test_what_takes_over_twice_as_long_is_said_in_times() -> None:
+    assert format_slower(0.125) == "12.5% slower"
+    assert format_slower(1.0) == "100.0% slower"
+    assert format_slower(17.32) == "18.3 times as long"

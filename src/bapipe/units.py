@@ -15,6 +15,7 @@ __all__ = [
     "format_bytes",
     "format_seconds",
     "format_seconds_range",
+    "format_slower",
     "format_throughput",
     "parse_bandwidth",
     "parse_bytes",
@@ -140,6 +141,11 @@ def format_bandwidth(value: float) -> str:
 def format_seconds(value: float) -> str:
     """0.0153 -> '15.3 ms'."""
     return _scaled(value, _SECOND_STEPS)
+
+
+def format_slower(share: float) -> str:
+    """0.125 -> '12.5% slower', and 17.3 -> '18.3 times as long'."""
+    return f"{1 + share:.3g} times as long" if share > 1 else f"{share:.1%} slower"
 
 
 def format_seconds_range(value: float, low: float, high: float) -> str:

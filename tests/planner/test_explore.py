@@ -33,6 +33,16 @@ def test_equal_layers_on_equal_accelerators_get_equal_stages() -> None:
     assert plan.kind == "pipeline"
 
 
+def test_on_one_accelerator_schedules_that_do_the_same_are_one_alternative() -> None:
+    plan = make_plan(explore(alike(), made_cluster({"x": 1}), Request(global_batch=8, microbatch=1)))
+    assert plan.prediction.time == pytest.approx(8 * 8.0)
+    names = [own.name for own in plan.alternatives if "recomput" not in own.name]
+    assert not [name for name in names if "one accelerator" in name]
+    again = [own for own in plan.alternatives if "recomput" in own.name]
+    assert len(again) == 1
+    assert again[0].reason.endswith("repeats forwards")
+
+
 def test_fast_accelerators_get_more_layers_and_any_order_is_tried() -> None:
     profile = made_profile({"fast": [1.0] * 12, "slow": [2.0] * 12})
     cluster = made_cluster({"fast": 2, "slow": 2})

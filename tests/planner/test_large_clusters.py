@@ -15,6 +15,7 @@ from bapipe.planner import Exploration, Request, explore, make_plan
 from bapipe.planner.candidate import Candidate, Hardware, StageChoice, as_run
 from bapipe.planner.cluster_parts import copies_on, parts_of
 from bapipe.planner.evaluate import Evaluation, evaluate
+from bapipe.planner.hybrids import copies_of
 from bapipe.planner.pipelines import FAMILIES, build
 from bapipe.planner.plan_timeline import plan_timeline
 from bapipe.planner.tuning import Tuning
@@ -160,6 +161,31 @@ def test_larger_clusters_train_as_many_samples_per_accelerator() -> None:
     assert rates[2] >= 0.97 * rates[1]
 
 
+@pytest.mark.parametrize(("layers", "memory", "copies"), [(6, 36.0, 2), (4, 30.0, 3)])
+def test_where_memory_lacks_a_dozen_train_as_many_samples_as_parts_of_them(
+    layers: int, memory: float, copies: int
+) -> None:
+    """Layers that recompute are chosen for a part, whose plan then runs in copies."""
+    profile = made_profile(
+        {"x": [1.0] * layers}, boundary=[0.3] * layers, weights=[4.0] * layers, saved_activations=[4.0] * layers
+    )
+
+    def found(cluster: Cluster, global_batch: int) -> Exploration:
+        kinds = {name: replace(item, memory=memory) for name, item in cluster.types.items()}
+        return explore(
+            profile, replace(cluster, types=kinds), Request(global_batch=global_batch, optimizer="adam")
+        )
+
+    whole = nodes({"x": 12})
+    all_of_it, part = found(whole, 48), found(whole.part(whole.accelerators[: 12 // copies]), 48 // copies)
+    assert all_of_it.best.candidate.chain.recompute
+    copied = [
+        evaluate(own, all_of_it.hardware)
+        for own in copies_of(part.best.candidate, copies, all_of_it.hardware.cluster)
+    ]
+    assert all_of_it.best.throughput >= max(own.throughput for own in copied if own.short is None) * (1 - 1e-9)
+
+
 def test_mixed_clusters_are_divided_by_type() -> None:
     cluster = nodes({"x": 12, "y": 8})
     sizes = {(part.copies, len(part)) for part in parts_of(cluster, 64)}
@@ -188,7 +214,7 @@ def test_idle_accelerators_are_explained() -> None:
     ("asked", "layers", "note"),
     [
         (Request(global_batch=8, stages=2), 2, "1 of 3 accelerators are idle: --stages 2 asks for"),
-        (Request(global_batch=7), 1, "2 of 3 accelerators are idle: a pipeline has at most 1 stages here"),
+        (Request(global_batch=7), 1, "2 of 3 accelerators are idle: a pipeline has at most one stage per layer"),
     ],
 )
 def test_idle_accelerators_of_small_clusters_are_explained(asked: Request, layers: int, note: str) -> None:

@@ -120,14 +120,14 @@ def print_race(raced: RaceResult) -> None:
     from rich.table import Table
 
     from bapipe.reporting.terminal.console import terminal
+    from bapipe.reporting.terminal.plan_table import kind_words
 
     table = Table(title="raced: seconds of a global batch", title_justify="left")
     for header in ("plan", "micro-batch", "measured", "predicted", "longer by"):
         table.add_column(header, justify="left" if header == "plan" else "right")
     for trial in raced.trials:
         plan = trial.plan
-        name = f"{plan.schedule.name}, {len(plan.stages)} stages" if len(plan.stages) > 1 else plan.schedule.name
-        name += ", compiled" if plan.compiled else ""
+        name = kind_words(plan) + (", compiled" if plan.compiled else "")
         chosen = " (chosen)" if trial is raced.best else ""
         if trial.seconds is None or trial.error is None:
             table.add_row(name, str(plan.microbatch_size), f"failed: {(trial.failure or '')[:60]}", "–", "–")

@@ -14,7 +14,7 @@ from bapipe.fpga.replicated_boards import DataParallel
 from bapipe.fpga.stage_sizing import StageLoad, held_layers
 from bapipe.records.plan import Alternative, LayerPart, MemoryParts, Plan, PlanStage, Prediction, gap_over
 from bapipe.schedule.schedule_file import ScheduleFile
-from bapipe.units import format_seconds
+from bapipe.units import format_seconds, format_slower
 
 __all__ = ["make_fpga_plan", "schedule_reason"]
 
@@ -105,7 +105,7 @@ def _pace(time: float, best: float) -> str:
     slower = time / best - 1
     if abs(slower) < 5e-4:
         return "as fast"
-    return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"
+    return format_slower(slower) if slower > 0 else f"{-slower:.1%} faster"
 
 
 def _alternatives(found: FpgaExploration, time: float) -> tuple[Alternative, ...]:

@@ -32,7 +32,7 @@ from bapipe.records.plan import (
     gap_over,
 )
 from bapipe.schedule.schedule_file import ScheduleFile
-from bapipe.units import format_bytes, format_seconds
+from bapipe.units import format_bytes, format_seconds, format_slower
 
 __all__ = ["make_plan"]
 
@@ -217,9 +217,12 @@ def _fractions(chain: Chain, first: int, last: int) -> tuple[LayerPart, ...]:
 def _alternatives(found: Exploration) -> tuple[Alternative, ...]:
     best, as_fast = found.best, found.tuning.as_fast
     alternatives = [] if found.other_way is None else [_other_way(found, found.other_way)]
+    alone = {_on_one_accelerator(best)}
     for evaluation in found.considered:
-        if evaluation is best:
+        again = _on_one_accelerator(evaluation)
+        if evaluation is best or (again is not None and again in alone):
             continue
+        alone.add(again)
         name = f"{evaluation.candidate.label}, micro-batch {evaluation.candidate.chain.microbatch}"
         if evaluation.samples != best.samples:
             name += f", global batch of {evaluation.samples:g}"
@@ -262,6 +265,17 @@ def _alternatives(found: Exploration) -> tuple[Alternative, ...]:
     return tuple(alternatives)
 
 
+def _on_one_accelerator(evaluation: Evaluation) -> tuple[object, ...] | None:
+    """The same for plans that differ by the name of their schedule alone, which on one accelerator says nothing;
+    None where there are several accelerators."""
+    candidate = evaluation.candidate
+    if len(candidate.stages) > 1 or len(candidate.stages[0].accelerators) > 1:
+        return None
+    chain, again = candidate.chain, candidate.stages[0].recompute
+    taken = (format_seconds(evaluation.time), format_bytes(max(evaluation.memory)))
+    return (chain.microbatch, chain.recompute, again, evaluation.samples, candidate.engine, *taken)
+
+
 def _other_way(found: Exploration, other: Exploration) -> Alternative:
     """The best plan with stages compiled where the plan's run as captured, or the reverse."""
     best = other.best
@@ -283,9 +297,7 @@ def _other_way(found: Exploration, other: Exploration) -> Alternative:
 def _pace(slower: float, as_fast: float) -> str:
     if abs(slower) < as_fast:
         return "as fast"
-    if slower > 1:
-        return f"{1 + slower:.3g} times as long"
-    return f"{slower:.1%} slower" if slower > 0 else f"predicted {-slower:.1%} faster"
+    return format_slower(slower) if slower > 0 else f"predicted {-slower:.1%} faster"
 
 
 def _cause(evaluation: Evaluation) -> str:
@@ -301,6 +313,11 @@ def _cause(evaluation: Evaluation) -> str:
         f"waits {format_seconds(exposed)} for transfers": exposed,
         f"all-reduce {format_seconds(reduce)}": reduce,
     }
+    if max(parts.values()) < 1e-6 * evaluation.time:
+        again = evaluation.candidate.chain.recompute or any(
+            stage.recompute for stage in evaluation.candidate.stages
+        )
+        return "repeats forwards" if again else "waits for nothing"
     if exposed + reduce < 0.5 * evaluation.timeline.bubble * evaluation.time:
         return next(iter(parts))
     return max(list(parts)[1:], key=lambda name: parts[name])

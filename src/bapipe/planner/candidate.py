@@ -23,6 +23,7 @@ __all__ = [
     "as_run",
     "is_data_parallel",
     "layers_recomputing",
+    "stage_shape",
     "takes_moves",
     "unreplicated",
 ]
@@ -107,6 +108,13 @@ def layers_recomputing(chain: Chain) -> str:
     """What a label says of the layers of a chain that recompute, if any."""
     count = sum(last - first + 1 for first, last in chain.recompute)
     return f", {count} layer{'s' * (count > 1)} recomputing" if count else ""
+
+
+def stage_shape(counts: Sequence[int]) -> str:
+    """What a label says of the stages of a pipeline, given how many accelerators each has."""
+    if max(counts) > 1:
+        return "stages " + "-".join(map(str, counts))
+    return f"{len(counts)} stages" if len(counts) > 1 else "one accelerator"
 
 
 def as_run(candidate: Candidate) -> Schedule:

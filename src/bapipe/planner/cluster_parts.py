@@ -24,13 +24,14 @@ def copies_wanted(state: SearchState) -> bool:
     """Whether the cluster is too large to be searched as a whole, and nothing asked for speaks against copies.
 
     PP × DP of alike accelerators needs no copies where everything is tried (`replicate_pipelines`); of several
-    types it does.
+    types it does, and where what is fastest lacks memory: layers that recompute are chosen for a part.
     """
     request = state.request
     free = request.stages is None and request.strategy == "exact" and not state.paper and not request.split_layers
     schedules = (None, "data-parallel", *REPLICATED)
     large = not state.thorough(len(state.profile.layers))
     large = large or (mixed(state.cluster) and len(state.cluster) > state.tuning.whole_mixed)
+    large = large or (len(state.cluster) > state.tuning.whole_lacking and state.incumbents.lack_memory)
     return large and free and request.schedule in schedules and state.cluster.topology == "full"
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain
-from bapipe.planner.candidate import Candidate, unreplicated
+from bapipe.planner.candidate import Candidate, stage_shape, unreplicated
 from bapipe.planner.dealt_cases import dealt_orders
 from bapipe.planner.effort import Effort
 from bapipe.planner.evaluate import Evaluation, evaluate
@@ -410,7 +410,6 @@ def _label(space: OrderSpace, order: PlannedOrder) -> str:
     if space.name == "data-parallel":
         steps = order.microbatches // counts[0]
         return "data parallelism" + (f", {steps} accumulation steps" if steps > 1 else "")
-    shape = f"{len(counts)} stages" if max(counts) == 1 else "stages " + "-".join(map(str, counts))
     cap = "" if space.cap is None else f" with K = {space.cap}"
     again = f", {len(order.recompute)} recomputing" if order.recompute else ""
-    return f"{space.name}{cap}, {shape}{again}"
+    return f"{space.name}{cap}, {stage_shape(counts)}{again}"

@@ -10,7 +10,7 @@ from bapipe.planner.candidate import Candidate, Hardware
 from bapipe.planner.evaluate import Evaluation
 from bapipe.planner.incumbents import rank
 from bapipe.planner.request import Request
-from bapipe.units import format_bytes, format_seconds
+from bapipe.units import format_bytes, format_seconds, format_slower
 
 __all__ = ["idle_note"]
 
@@ -49,7 +49,7 @@ def _why(best: Evaluation, considered: Sequence[Evaluation], hardware: Hardware,
     if fitting:
         fastest = max(fitting, key=lambda own: own.throughput)
         slower = best.throughput / fastest.throughput - 1
-        return f"on all, the fastest plan ({fastest.candidate.label}) is {slower:.1%} slower"
+        return f"the fastest plan on all of them is {fastest.candidate.label}, {format_slower(slower)}"
     left_over = _left_over(candidate, hardware.cluster)
     if left_over:
         return (
@@ -67,5 +67,5 @@ def _why(best: Evaluation, considered: Sequence[Evaluation], hardware: Hardware,
         return f"no plan on all of them fits; the closest ({closest.candidate.label}) is {lacking} short"
     layers = len(candidate.chain)
     if layers < total:
-        return f"a pipeline has at most {layers} stages here, one per layer, and no plan with replicas is as fast"
+        return f"a pipeline has at most one stage per layer here, {layers}, and no plan with replicas is as fast"
     return f"no pipeline on all of them was found that is faster than {format_seconds(best.time)}"

@@ -93,6 +93,13 @@ class Incumbents:
         """The best of every family, from the best on; those that do not fit are last."""
         return sorted(self.by_family.values(), key=rank)
 
+    @property
+    def lack_memory(self) -> bool:
+        """Whether anything that is faster than all that fits lacks memory."""
+        best = self.best
+        lacking = (own for own in self.by_family.values() if own.short is not None)
+        return any(best is None or own.throughput > best.throughput for own in lacking)
+
     def best_of(self, schedule: str) -> Evaluation | None:
         """The fastest that fits under one schedule: what a search for that schedule alone knows as its best."""
         own = (item for item in self.by_family.values() if item.candidate.schedule.name == schedule)

@@ -16,7 +16,7 @@ from bapipe.costs.stage_memory import UnitBytes
 from bapipe.costs.stage_time import UnitSeconds
 from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.hardware.cluster import Cluster, Link
-from bapipe.planner.candidate import Candidate, Hardware, StageChoice, layers_recomputing
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice, layers_recomputing, stage_shape
 from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.inflight_caps import inflight_bytes, least_caps, weight_delays
 from bapipe.planner.partition.exact.problem import Communication, Problem, Recompute, Solution
@@ -345,9 +345,8 @@ def build(
         delays = weight_delays(chain, stages, caps, hardware, tuning)
     kept = len(stages) * microbatches <= tuning.kept_schedule_size
     schedule = _schedule(family, counts, microbatches, caps, delays, kept=kept)
-    shape = f"{len(stages)} stages" if max(counts) == 1 else "stages " + "-".join(map(str, counts))
     again = sum(stage.recompute for stage in stages)
-    label = f"{family.label}, {shape}"
+    label = f"{family.label}, {stage_shape(counts)}"
     if again and family.recompute != "always":
         label += f", {again} recomputing"
     label += layers_recomputing(chain)

@@ -24,11 +24,16 @@ class Tuning:
     of it as a cluster of its own"""
     whole_mixed: int = 16
     """accelerators of several types up to which a cluster is not divided, unless it is beyond `thorough_size`"""
+    whole_lacking: int = 8
+    """accelerators up to which one is not divided because what is fastest lacks memory"""
     worth_dividing: float = 0.05
     """share of the time that perfect use of a mixed cluster must save for it to be divided into mixed parts"""
     searched_parts: int = 2
     """sizes of a part of such a cluster that are searched as clusters of their own, the best by an outline; the
     smallest that fits always is"""
+    near_copies: float = 1.2
+    """times the best outline's time up to which they are: outlines have neither V shapes nor single layers that
+    recompute"""
     searched_depths: int = 3
     """depths of pipelines of one type each that are searched on a mixed cluster, the best by an outline"""
     beside_depth: float = 1.25

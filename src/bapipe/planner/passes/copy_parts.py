@@ -14,6 +14,7 @@ from bapipe.errors import BaPipeError, InfeasibleError
 from bapipe.planner.candidate import Candidate, StageChoice
 from bapipe.planner.cluster_parts import Part, copies_on, copies_wanted, mixed, parts_of
 from bapipe.planner.data_parallel import data_parallel_candidate
+from bapipe.planner.effort import effort_of
 from bapipe.planner.evaluate import evaluate
 from bapipe.planner.hybrids import LOOPED, REPLICATED
 from bapipe.planner.outline import Outline, outline
@@ -48,14 +49,15 @@ def copy_parts(state: SearchState) -> None:
         return
     best = state.incumbents.best
     fastest = fitting[0].found.time if best is None else min(best.time, fitting[0].found.time)
-    near = [trial for trial in fitting if trial.found.time <= state.tuning.near_part * fastest]
-    parts = list(dict.fromkeys(trial.part for trial in near))[: state.tuning.searched_parts]
+    tuning, more = state.tuning, effort_of(state.request.effort, state.tuning).more
+    near = [trial for trial in fitting if more > 1 or trial.found.time <= tuning.near_copies * fastest]
+    parts = list(dict.fromkeys(trial.part for trial in near))[: more * tuning.searched_parts]
     if not mixed(state.cluster):
         # The smallest is quickly searched, and other schedules and cuts may suit it better than the outlined.
         parts.append(min((trial.part for trial in fitting), key=len))
     for part in dict.fromkeys(parts):
         sizes = list(dict.fromkeys(trial.size for trial in fitting if trial.part is part))
-        _search_part(state, part, tuple(sizes[: state.tuning.part_sizes]))
+        _search_part(state, part, tuple(sizes[: more * tuning.part_sizes]))
 
 
 def _little_to_gain(state: SearchState) -> bool:
@@ -69,10 +71,11 @@ def _trials(state: SearchState) -> Iterator[_Trial]:
     """Outlines of pipelines on parts of every size; ends where larger parts have stopped to be faster."""
     fastest, slower = float("inf"), 0
     enough = 1 if mixed(state.cluster) else state.tuning.slower_parts
+    searched_whole = state.thorough(len(state.profile.layers)) and not mixed(state.cluster)
     for part in parts_of(state.cluster, state.global_batch):
         if len(part) > len(state.profile.layers) or slower == enough:
             break
-        if not _may_fit(state, part):
+        if not _may_fit(state, part) or (part.copies == 1 and searched_whole):
             continue
         trials = list(_of_part(state, part))
         yield from trials

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.costs.segments import Chain
-from bapipe.planner.candidate import Candidate
+from bapipe.planner.candidate import Candidate, stage_shape
 from bapipe.planner.cut_search import CutSearch, family_of
 from bapipe.planner.data_parallel import at_global_batch
 from bapipe.planner.effort import effort_of
@@ -178,10 +178,8 @@ class _LayerSearch:
         self, chain: Chain, space: OrderSpace, order: PlannedOrder, cuts: tuple[int, ...], taken: tuple[int, ...]
     ) -> _Start:
         cases = self.cuts.cases(chain, order.counts, np.array([cuts]), np.array([taken]))
-        counts = order.counts
-        shape = f"{len(counts)} stages" if max(counts) == 1 else "stages " + "-".join(map(str, counts))
         cap = "" if space.cap is None else f" with K = {space.cap}"
-        candidate = cases.candidate(0, order, f"{space.name}{cap}, {shape}")
+        candidate = cases.candidate(0, order, f"{space.name}{cap}, {stage_shape(order.counts)}")
         return _Start(candidate=candidate, space=space, order=order)
 
 

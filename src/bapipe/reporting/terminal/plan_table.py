@@ -15,7 +15,7 @@ from bapipe.records.plan import Alternative, Plan, PlanReplica, PlanStage, Predi
 from bapipe.reporting.views.cut_links import cut_links
 from bapipe.units import format_bytes, format_seconds, format_seconds_range, format_throughput
 
-__all__ = ["answer", "render_alternatives", "render_plan", "render_steps", "shape", "stage_layers"]
+__all__ = ["answer", "kind_words", "render_alternatives", "render_plan", "render_steps", "shape", "stage_layers"]
 
 _BAR = 4
 _NAME = 24
@@ -30,6 +30,11 @@ _LEAST_PLACE, _FEW_LAYERS, _LEAST_LAYERS = 7, 18, 12
 
 def shape(plan: Plan) -> str:
     """Schedule, stages and micro-batches in a few words."""
+    return f"{kind_words(plan)}, {plan.microbatches} micro-batches of {plan.microbatch_size}"
+
+
+def kind_words(plan: Plan) -> str:
+    """Schedule and stages in a few words."""
     kind = {
         "data-parallel": f"data parallelism on {len(plan.ranks)} accelerators",
         "pipeline": f"{plan.schedule.name} over {len(plan.stages)} stages",
@@ -42,7 +47,7 @@ def shape(plan: Plan) -> str:
         kind = f"{engine} of torch on {len(plan.ranks)} accelerators"
     if plan.zero_stage:
         kind = f"{kind}, ZeRO-{plan.zero_stage}"
-    return f"{kind}, {plan.microbatches} micro-batches of {plan.microbatch_size}"
+    return kind
 
 
 def _replicas(counts: Sequence[int]) -> str:

@@ -31,9 +31,9 @@ class Tuning:
     searched_parts: int = 2
     """sizes of a part of such a cluster that are searched as clusters of their own, the best by an outline; the
     smallest that fits always is"""
-    near_copies: float = 1.15
-    """times the best outline's time, or that of the best plan so far, up to which they are: outlines have no V
-    shapes and no single layers that recompute"""
+    near_copies: float = 1.2
+    """times the best outline's time up to which they are: outlines have neither V shapes nor single layers that
+    recompute"""
     searched_depths: int = 3
     """depths of pipelines of one type each that are searched on a mixed cluster, the best by an outline"""
     beside_depth: float = 1.25

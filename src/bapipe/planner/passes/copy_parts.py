@@ -56,11 +56,7 @@ def copy_parts(state: SearchState) -> None:
         # The smallest is quickly searched, and other schedules and cuts may suit it better than the outlined.
         parts.append(min((trial.part for trial in fitting), key=len))
     for part in dict.fromkeys(parts):
-        own = [trial for trial in fitting if trial.part is part]
-        best = state.incumbents.best
-        if more == 1 and best is not None and own[0].found.time > tuning.near_copies * best.time:
-            continue  # what was searched before is faster by more than an outline is off
-        sizes = list(dict.fromkeys(trial.size for trial in own))
+        sizes = list(dict.fromkeys(trial.size for trial in fitting if trial.part is part))
         _search_part(state, part, tuple(sizes[: more * tuning.part_sizes]))
 
 

@@ -17,7 +17,7 @@ from bapipe.costs.held_weights import stage_gradients
 from bapipe.costs.segments import Chain
 from bapipe.costs.stage_time import UnitSeconds, stage_seconds
 from bapipe.hardware.cluster import Cluster
-from bapipe.planner.candidate import Candidate, Hardware, StageChoice
+from bapipe.planner.candidate import Candidate, Hardware, StageChoice, stage_shape
 from bapipe.planner.fixed_partitions import dealt_stages
 from bapipe.planner.gradient_rings import gradient_sum_time
 from bapipe.planner.tuning import DEFAULT_TUNING, Tuning
@@ -109,9 +109,8 @@ def copies_of(candidate: Candidate, number: int, cluster: Cluster) -> Iterator[C
     Replicas of a stage are neighbours; with several nodes also apart, so that each pipeline keeps to few nodes.
     """
     stages, each = candidate.stages, len(cluster) // number
-    shape = "-".join([str(number)] * len(stages))
     schedule = replicated_pipelines([candidate.schedule] * number)
-    label = f"{candidate.label.partition(',')[0]}, stages {shape}"
+    label = f"{candidate.label.partition(',')[0]}, {stage_shape([number] * len(stages))}"
     if candidate.schedule.name in LOOPED:
         label = f"{candidate.label}, {number} replicas"
     several = len({cluster.place(index) for index in range(len(cluster))}) > 1
